@@ -47,7 +47,7 @@ CONSTANTS = {
     # a claim
     "evaluate.statistics.POWER": 0.8,
     "launch.run.NOTHING_INJECTED": 3,
-    "study.analysis.runs.LAST": 0.1,
+    "study.runs.LAST": 0.1,
 }  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from scipy.special import expit
 
 from shaketable.evaluate.statistics import paired, wilson
 from shaketable.study.analysis.comparisons import compare
-from shaketable.study.analysis.runs import Run
 from shaketable.study.config import Comparing
+from shaketable.study.runs import Run
 
 LEVEL = 0.05
 STUDIES = 2000

@@ -8,7 +8,7 @@ import yaml
 
 from shaketable.study.file import parse_study
 from shaketable.study.forecast import workers
-from shaketable.study.run_study import definitions
+from shaketable.study.store import definitions
 from tests.cli.command_server import shaketable
 
 TINY = {

@@ -119,13 +119,13 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
-    names = ("study", "partial", "run", "bare", "unknown", "large")
+    names = ("study", "partial", "run", "bare", "large")
     for name in names:
         (folder / f"{name}.html").write_text(study_html.page(Findings.from_json(SAMPLES[name]())))
     return {name: folder / f"{name}.html" for name in names}
 
 
-@pytest.mark.parametrize("name", ["study", "partial", "run", "bare", "unknown", "large"])
+@pytest.mark.parametrize("name", ["study", "partial", "run", "bare", "large"])
 @pytest.mark.parametrize("width", [375, 900, 1440])
 def test_nothing_overflows_and_the_console_is_silent(browser, files, name, width):
     tab = browser.open(files[name], width=width)

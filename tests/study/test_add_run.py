@@ -23,7 +23,7 @@ from shaketable.study.analysis.results import Findings
 from shaketable.study.cells import cells_of
 from shaketable.study.file import parse_study
 from shaketable.study.run_cell import do
-from shaketable.study.run_study import define
+from shaketable.study.store import define
 from tests.study.small_studies import findings
 
 PLAN = "relative_gaussian:0.05@module.linear"
@@ -208,7 +208,8 @@ def test_the_command_says_what_it_did(tmp_path, verl, monkeypatch):
 
 
 def test_study_run_leaves_them_alone(tmp_path):
-    from shaketable.study.run_study import check, run_study
+    from shaketable.study.execute import run_study
+    from shaketable.study.forecast import check
 
     check(asked())
     assert run_study(asked(), tmp_path, lambda *told: None).is_over

@@ -12,8 +12,7 @@ from shaketable.records.record import FILE, RunRecord
 from shaketable.study.cells import cells_of
 from shaketable.study.file import parse_study
 from shaketable.study.run_cell import do
-from shaketable.study.run_study import define, definitions, described
-from shaketable.study.store import summaries
+from shaketable.study.store import define, definitions, described, summaries
 from shaketable.train import checkpoints
 from tests.faulty_disk import FaultyDisk, every_use, full, killed, read_only
 from tests.study.small_studies import data

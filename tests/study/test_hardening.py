@@ -10,7 +10,7 @@ from shaketable.study.analysis.results import Findings
 from shaketable.study.cells import cells_of
 from shaketable.study.file import parse_study
 from shaketable.study.run_cell import do
-from shaketable.study.run_study import described
+from shaketable.study.store import described
 from tests.study.small_studies import data, findings
 
 HURTS = "dead_zone:0.7,scope=token@layer.3"

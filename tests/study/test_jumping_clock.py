@@ -17,14 +17,12 @@ from shaketable.models import NANO
 from shaketable.records.record import RunRecord, unique_folder
 from shaketable.report.study_html import page
 from shaketable.report.study_markdown import markdown
-from shaketable.study.analysis.history import changes
+from shaketable.study.analysis.findings import changes
 from shaketable.study.analysis.results import Findings
 from shaketable.study.cells import cells_of
 from shaketable.study.file import parse_study
 from shaketable.study.run_cell import do
-from shaketable.study.run_study import define
-from shaketable.study.store import summaries
-from shaketable.study.verify import verify
+from shaketable.study.store import define, summaries, verify
 from tests.study.small_studies import data, findings
 from tests.waiting import wait_until
 

@@ -6,7 +6,7 @@ import pytest
 
 from shaketable.report.study_markdown import markdown
 from shaketable.study.analysis.results import Findings
-from shaketable.study.run_study import last_defined
+from shaketable.study.store import last_defined
 from tests import ROOT
 from tests.study.small_studies import findings
 

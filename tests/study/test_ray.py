@@ -10,9 +10,9 @@ import torch
 from shaketable.errors import ShaketableError
 from shaketable.records.record import RunRecord
 from shaketable.study.cells import cells_of
-from shaketable.study.execute import check_reachable
+from shaketable.study.execute import check_reachable, run_study
 from shaketable.study.run_cell import do
-from shaketable.study.run_study import define, run_study
+from shaketable.study.store import define
 from tests.study.small_studies import data, findings, study
 
 

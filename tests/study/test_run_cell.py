@@ -2,8 +2,7 @@
 
 import pytest
 
-from shaketable.records.record import FILE
-from shaketable.study.run_cell import is_begun
+from shaketable.records.record import FILE, is_begun
 
 
 @pytest.mark.parametrize(("text", "goes_on"), [('{"event": "ru', False), ("", False), ('{"event": "run"}\n{"ev', True)])

@@ -19,8 +19,7 @@ from shaketable.errors import ShaketableError
 from shaketable.records.record import FILE, SEAL, RunRecord
 from shaketable.study.cells import cells_of
 from shaketable.study.run_cell import do
-from shaketable.study.run_study import define
-from shaketable.study.store import progress
+from shaketable.study.store import define, progress
 from tests.study.small_studies import data, findings, study
 from tests.waiting import wait_until
 

@@ -8,11 +8,11 @@ import pytest
 from shaketable.aqn.schedules import EpochAware, GlobalDecay
 from shaketable.plan import Plan
 from shaketable.study.analysis.arms import magnitudes
-from shaketable.study.arm_config import Guide
 from shaketable.study.cells import cells_of
+from shaketable.study.config import Guide
 from shaketable.study.file import load_study
+from shaketable.study.forecast import check
 from shaketable.study.run_cell import do
-from shaketable.study.run_study import check
 from tests import ROOT, slow
 from tests.study.small_studies import findings
 

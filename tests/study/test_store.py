@@ -169,11 +169,12 @@ def test_a_run_that_is_being_written_is_never_damaged(tmp_path):
     assert {status for status, _ in seen} <= {"partial", "done"}, seen
 
 
-@pytest.mark.parametrize(("key", "status"), [("0badc0de", "damaged"), (None, "done"), ("its own", "done")])
+@pytest.mark.parametrize(("key", "status"), [("0badc0de", "damaged"), (None, "damaged"), ("its own", "done")])
 def test_a_run_with_the_key_of_another_is_damaged(tmp_path, key, status):
     asked = study(arms={"as it comes": {"train": False}}, seeds=1, compare={"primary": None, "against": None})
     (cell,) = cells_of(asked)
     run_in(tmp_path / "runs" / cell.name, about=ABOUT | {"key": cell.key if key == "its own" else key})
     (row,) = progress(asked, tmp_path)["runs"]
     assert row["status"] == status
-    assert row["error"] == ("it holds another run than its name says" if status == "damaged" else None)
+    why = f"{tmp_path / 'runs' / cell.name} holds another run than its name says"
+    assert row["error"] == (why if status == "damaged" else None)

@@ -15,8 +15,8 @@ from shaketable.study.analysis.results import Findings
 from shaketable.study.cells import cells_of
 from shaketable.study.config import Comparing
 from shaketable.study.file import parse_study
+from shaketable.study.forecast import check
 from shaketable.study.run_cell import do
-from shaketable.study.run_study import check
 from tests.study.small_studies import findings
 
 ZONE = "dead_zone:0.6,scope=token@layer.3"

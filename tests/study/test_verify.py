@@ -16,9 +16,7 @@ from shaketable.records.record import FILE, SEAL, RunRecord
 from shaketable.study.cells import cells_of
 from shaketable.study.file import load_study
 from shaketable.study.run_cell import do
-from shaketable.study.run_study import define
-from shaketable.study.store import listed
-from shaketable.study.verify import asked_digest, digest, verify
+from shaketable.study.store import asked_digest, define, digest, listed, verify
 from tests.study.small_studies import data
 
 pytestmark = pytest.mark.attack("tampered records")

@@ -71,7 +71,7 @@ def run(
     _check_code(asked, file, allow_code)
     if dry_run:
         from shaketable.cli.study_terminal import show_forecast
-        from shaketable.study.verify import asked_digest
+        from shaketable.study.store import asked_digest
 
         forecast = show_forecast(asked, store)
         outputs.save(lambda: forecast)
@@ -119,8 +119,8 @@ def _do(asked: StudyConfig, store: Path, again: str) -> int:
     """Run it with a live view; the number of runs that failed."""
     from shaketable.cli.study_terminal import live
     from shaketable.models import quieten
-    from shaketable.study.forecast import check_scores
-    from shaketable.study.run_study import check, run_study
+    from shaketable.study.execute import run_study
+    from shaketable.study.forecast import check, check_scores
 
     quieten()
     check(asked)
@@ -188,7 +188,7 @@ def verify(
 
     shaketable study verify shaketable-runs
     """
-    from shaketable.study.verify import verify as verified
+    from shaketable.study.store import verify as verified
 
     outputs = OutputFiles("study verify", str(store), json_file, force=force)
     found = verified(store)
@@ -291,7 +291,7 @@ def _command(file: Path, replaced: list[str], store: Path) -> str:
 def which_study(what: Path, replaced: list[str], store: Path) -> tuple[StudyConfig, Path]:
     """The study that is meant, and its folder."""
     from shaketable.study.file import load_study
-    from shaketable.study.run_study import last_defined
+    from shaketable.study.store import last_defined
 
     if what.is_dir():
         if replaced:

@@ -196,8 +196,7 @@ def show_forecast(study: StudyConfig, store: Path) -> dict[str, Any]:
     """Print what would run, how long it would take and what it can show; return the same as data."""
     from shaketable.models import quieten
     from shaketable.study.config import OWN
-    from shaketable.study.forecast import forecast
-    from shaketable.study.run_study import check
+    from shaketable.study.forecast import check, forecast
 
     quieten()
     check(study)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -260,6 +261,17 @@ def check_new(folder: Path) -> None:
         raise ShaketableError(f"cannot make the run folder {folder}: {error.strerror or error}") from None
     if taken:
         raise ShaketableError(f"{folder} is not empty and nothing is overwritten; choose another --out, or --resume it")
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether there is a record to go on with; removes a folder whose record was killed before its first line was whole."""
+    if (folder / SEAL).exists():
+        return True
+    if not (folder / FILE).is_file() or b"\n" not in (folder / FILE).read_bytes()[: 1 << 20]:
+        if folder.exists():
+            shutil.rmtree(folder)
+        return False
+    return True
 
 
 def unique_folder(parent: Path, name: str) -> Path:

@@ -40,10 +40,10 @@ from shaketable.io.locks import held
 from shaketable.ledger.ledger import Ledger
 from shaketable.plan import Plan
 from shaketable.records.record import FILE, RunRecord
-from shaketable.study.analysis.runs import Run
 from shaketable.study.cells import Cell, cells_of
 from shaketable.study.config import CLEAN, StudyConfig
-from shaketable.study.run_study import define
+from shaketable.study.runs import Run
+from shaketable.study.store import define
 
 Events = list[tuple[str, dict[str, Any]]]
 KEPT = ("resolved", "made_of", "examples", "step", "mechanism", "aqn_check", "warning")

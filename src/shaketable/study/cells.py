@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from shaketable.errors import ShaketableError
 from shaketable.harden.config import HardenConfig
-from shaketable.study.arm_config import Arm, Guide
-from shaketable.study.config import StudyConfig
+from shaketable.study.config import Arm, Guide, StudyConfig
 from shaketable.train.config import TrainConfig
 
 STEPS = 60

@@ -17,8 +17,12 @@
       primary: {a: targeted, b: global, condition: faulty}
       against: dead zone                                 # every other arm against this one, under every condition
 
-Imports no torch. What can be known to be wrong from the file alone is wrong here, in one line: an unknown key, two arms that
-are the same, a primary endpoint that nothing measures. One seed, or none, is allowed; the report then concludes nothing.
+Imports no torch. Whatever the file alone shows to be wrong is refused here, in one line: an unknown key, two arms that are the
+same, a primary endpoint that nothing measures. One seed, or none, is allowed; the report then concludes nothing.
+
+An arm that is not trained may have a plan, AQN or both: they are on while it is scored, under a condition called `own`, which
+every untrained arm of the study then has. Under all other conditions it is scored like every other arm. Arms have no conditions
+of their own: their scores would look comparable without being so.
 """
 
 from __future__ import annotations
@@ -27,12 +31,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shaketable.aqn.spec import AQN
 from shaketable.errors import nearest
 from shaketable.harden.config import HardenConfig
 from shaketable.plan import Plan
-from shaketable.study.arm_config import Arm, StudyPart, plan_line
 from shaketable.train.config import TrainConfig
 
 PER_PROBLEM = ("accuracy", "formatted", "loss")
@@ -58,6 +62,114 @@ HARDEN_OPTIONS = tuple(
     and not name.startswith("eval_")
 )
 """What `harden`, the study's or an arm's, may set."""
+
+
+class StudyPart(BaseModel):
+    """A part of a study's file: unknown keys and numbers without an end are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Guide(StudyPart):
+    """AQN made from a diagnosis of the arm's own plan, as `shaketable guide` makes it."""
+
+    guide: Literal["fault", "healthy", "all"]
+    """Noise at the located layer, at all but it, or at all layers with σ by their statistics."""
+    sigma: float = Field(default=0.05, gt=0)
+    schedule: Literal["epoch_aware", "global_decay", "linear_decay"] = "epoch_aware"
+    form: Literal["weight", "output"] = "weight"
+    unit: Literal["relative", "absolute"] = "relative"
+    where: Literal["rollout", "both"] = "rollout"
+    order: Literal["before", "after"] = "after"
+    """Of the noise, and of a fault on the same output of a layer."""
+
+
+class Arm(StudyPart):
+    """One recipe."""
+
+    description: str = ""
+    train: bool = True
+    """Or only scored, as the model comes."""
+    harden: dict[str, Any] | None = None
+    """Options of `shaketable harden`: the arm is repaired instead of trained; `rungs: []` repairs nothing."""
+    skip_layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Decoder layers that are not run, nor the faults in them: the layer-pruning baseline, for arms that are not trained."""
+    elsewhere: bool = False
+    """Its runs are made by others and brought in by `shaketable study add`; plan and AQN are what they must have had."""
+    after: str | None = None
+    """Train the model that this arm has hardened, with the same seed."""
+    plan: str | None = None
+    """The faults in training: a plan, its YAML file, or the name of a condition; of an untrained arm, those of `own`."""
+    plan_in: Literal["both", "rollout", "loss"] = "both"
+    aqn: str | Guide | None = None
+    """A line, the path of a YAML file, or a guide."""
+    model: str | None = None
+    """In place of the study's."""
+    task: str | None = None
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Options of training that differ from the study's."""
+
+    @field_validator("plan")
+    @classmethod
+    def _a_file_is_read(cls, plan: str | None) -> str | None:
+        return plan if plan is None or not plan.strip().endswith((".yaml", ".yml")) else plan_line(plan)
+
+    @field_validator("aqn", mode="before")
+    @classmethod
+    def _aqn_is_read(cls, aqn: object) -> object:
+        return AQN.load(aqn).text() if isinstance(aqn, str) else Guide.model_validate(aqn) if isinstance(aqn, Mapping) else aqn
+
+    @property
+    def kind(self) -> Literal["train", "harden", "evaluate", "added"]:
+        """What is done with the model."""
+        if self.elsewhere:
+            return "added"
+        return "harden" if self.harden is not None else "train" if self.train else "evaluate"
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Arm:
+        if self.skip_layers and (self.kind != "evaluate" or self.plan is not None or self.aqn is not None):
+            raise ValueError("skip_layers is for an arm with train: false, and without a plan and AQN")
+        if self.elsewhere:
+            self._check_elsewhere()
+        elif not self.train:
+            self._check_untrained()
+        if self.harden is not None and (used := [n for n in ("aqn", "overrides", "after") if getattr(self, n)]):
+            raise ValueError(
+                f"an arm is hardened or trained: {used[0]} is of training; options of harden are written in harden"
+            )
+        if self.plan is None and self.plan_in != "both":
+            raise ValueError(f"plan_in: {self.plan_in} needs a plan")
+        if isinstance(self.aqn, Guide) and self.after is not None:
+            raise ValueError("a guide diagnoses the study's model, and after names another one; drop one of the two")
+        if isinstance(self.aqn, Guide) and self.plan is None:
+            raise ValueError("a guide needs a plan: the diagnosis is of the arm's own faults")
+        return self
+
+    def _check_elsewhere(self) -> None:
+        ours = {"train": not self.train, "harden": self.harden is not None, "after": self.after, "overrides": self.overrides}
+        if used := [name for name, given in ours.items() if given]:
+            raise ValueError(f"elsewhere: its runs are made by others, so {used[0]} would do nothing")
+        if isinstance(self.aqn, Guide):
+            raise ValueError(
+                "elsewhere: its runs are made by others, and nothing is diagnosed for them; write the AQN they had"
+            )
+
+    def _check_untrained(self) -> None:
+        if self.overrides or self.plan_in != "both":
+            raise ValueError(f"train is false, so {'overrides' if self.overrides else 'plan_in'} would do nothing")
+        if isinstance(self.aqn, Guide) and "schedule" in self.aqn.model_fields_set:
+            raise ValueError("train is false: a score has no steps for a schedule, and a guide has σ as it is; drop schedule")
+        aqn = AQN.load(self.aqn) if isinstance(self.aqn, str) else None
+        if aqn is not None and not aqn.is_steady:
+            raise ValueError(f"train is false: a score has no steps for {aqn.text()}; write e.g. constant:0.01,form=output")
+        if (aqn or self.aqn) is not None and (aqn or self.aqn).form != "output":  # type: ignore[union-attr]
+            raise ValueError("train is false: noise on weights is drawn once a rollout, and a score has none; use form=output")
+
+    @property
+    def has_own(self) -> bool:
+        """Whether it is not trained and has something on while it is scored."""
+        return self.kind == "evaluate" and (self.plan is not None or self.aqn is not None)
 
 
 class Evaluate(StudyPart):
@@ -87,8 +199,10 @@ class Evaluate(StudyPart):
             raise ValueError(f"{OWN} is what untrained arms with a plan or AQN are scored under; choose another name")
         _check_names("condition", conditions)
         read = {name: plan_line(plan) for name, plan in conditions.items()}
-        _check_different(read)
+        first: dict[str, str] = {}
         for name, plan in read.items():
+            if (other := first.setdefault(plan, name)) != name:
+                raise ValueError(f"the conditions {other!r} and {name!r} are the same")
             if not any("forward" in c.site.directions for c in Plan.parse(plan).clauses):
                 raise ValueError(f"{name}: {plan} acts backward only, and there is no backward in a score")
         return read
@@ -316,14 +430,15 @@ def _check_names(what: str, names: Iterable[str]) -> None:
             )
 
 
-def _check_different(plans: Mapping[str, str]) -> None:
-    first: dict[str, str] = {}
-    for name, plan in plans.items():
-        if (other := first.setdefault(plan, name)) != name:
-            raise ValueError(f"the conditions {other!r} and {name!r} are the same")
-
-
 def _check_options(where: str, options: Mapping[str, Any], known: tuple[str, ...] = OPTIONS) -> None:
     for key in options:
         if key not in known:
             raise ValueError(f"{where}: unknown option {key!r}; {nearest(key, known, shown=20)}")
+
+
+def plan_line(plan: str) -> str:
+    """A plan, or the plan of a file, in one line: what a study holds must not change when a file does."""
+    found = Plan.load(plan)
+    if found.seed:
+        raise ValueError(f"{plan} has a seed of its own, {found.seed}, which a study would not use: its seeds key all noise")
+    return found.text()

@@ -1,4 +1,4 @@
-"""Doing the runs of a study: which may start, where they are done, and what is told of them.
+"""Doing the runs of a study: which may start, where they are done, and what is reported of them.
 
     states ← one loop → places → a worker process of this computer, or a Ray task → `run_cell.do`
 
@@ -21,37 +21,27 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from shaketable.errors import ShaketableError
 from shaketable.io.locks import is_held
 from shaketable.records.record import RunRecord
-from shaketable.study.cells import Cell
+from shaketable.study.cells import Cell, own_cells
 from shaketable.study.config import StudyConfig
+from shaketable.study.runs import Run
+from shaketable.study.store import define
 
 State = Literal["waiting", "running", "elsewhere", "done", "failed"]
 Watch = Callable[[str, Cell, dict[str, Any]], None]
 """Called with what happened: `start`, `stage`, `step`, `evaluation`, `warning`, `done`, `failed`, `again`, `elsewhere`."""
 PATIENCE = 0.3
 """Seconds between two looks at what runs and other processes do."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A run to do, as it travels to another process."""
-
-    cell: dict[str, Any]
-    study: str
-    runs: str
-    by: str
-    progress: str
-    """The file that is told of what happens."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +59,6 @@ class Ended:
     """The runs of a study and how each ended."""
 
     states: dict[str, State]
-    errors: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
@@ -77,34 +66,26 @@ class Ended:
         return all(state in ("done", "failed") for state in self.states.values())
 
 
-class Places(Protocol):
-    """Where runs are done."""
-
-    name: str
-    most: int
-
-    def submit(self, request: Request) -> Future[WorkerAnswer]:
-        """Begin a run; there are never more than `most`."""
-
-    def death(self, future: Future[WorkerAnswer], error: BaseException) -> tuple[str, int]:
-        """Why the process of a run is gone, and its exit status."""
-
-    def close(self) -> None:
-        """End every process; what their runs have recorded stays."""
-
-
-def execute(study: StudyConfig, cells: Iterable[Cell], done: set[str], folder: Path, watch: Watch) -> Ended:
-    """Do every run that is not done."""
-    cells = list(cells)
+def run_study(study: StudyConfig, store: Path, watch: Watch) -> Ended:
+    """Start or resume whatever is missing of a study that `forecast.check` has accepted; how each run ended."""
+    folder = store / study.study
+    define(study, store)
+    cells = own_cells(study)
+    done = finished(cells, folder)
     ended = Ended({cell.name: "done" if cell.name in done else "waiting" for cell in cells})
     if not ended.is_over:
-        left = sum(state != "done" for state in ended.states.values())
-        places: Places = RayPlaces(study) if study.engine.kind == "ray" else LocalPlaces(slots(study, left), folder)
+        left = len(cells) - len(done)
+        places = RayPlaces(study) if study.engine.kind == "ray" else LocalPlaces(slots(study, left), folder)
         try:
             _Loop(study, cells, ended, folder, watch, places).run()
         finally:
             places.close()
     return ended
+
+
+def finished(cells: list[Cell], folder: Path) -> set[str]:
+    """Names of the runs in a study's folder that need nothing more."""
+    return {cell.name for cell in cells if Run.of(cell, folder / "runs").is_done}
 
 
 @dataclass
@@ -114,7 +95,7 @@ class _Loop:
     ended: Ended
     folder: Path
     watch: Watch
-    places: Places
+    places: LocalPlaces | RayPlaces
 
     def __post_init__(self) -> None:
         self.runs = self.folder / "runs"
@@ -133,10 +114,10 @@ class _Loop:
                 if not self.ended.is_over:
                     time.sleep(PATIENCE)
                 continue
-            finished, _ = wait(self.under_way, PATIENCE, FIRST_COMPLETED)
+            over, _ = wait(self.under_way, PATIENCE, FIRST_COMPLETED)
             for cell, tail in self.under_way.values():
                 tail.tell(self.watch, cell)
-            for future in finished:
+            for future in over:
                 cell, tail = self.under_way.pop(future)
                 tail.close()
                 self._note(future, cell)
@@ -159,8 +140,8 @@ class _Loop:
         self.watch("start", cell, {})
         tail = _Tail(self.runs / f".{cell.name}.progress.{os.getpid()}")
         runs = self.runs.absolute() if self.places.name == "ray" else self.runs
-        request = Request(asdict(cell), self.study.study, str(runs), self.places.name, str(tail.path.absolute()))
-        self.under_way[self.places.submit(request)] = (cell, tail)
+        future = self.places.submit(cell, self.study.study, runs, self.places.name, tail.path.absolute())
+        self.under_way[future] = (cell, tail)
 
     def _note(self, future: Future[WorkerAnswer], cell: Cell) -> None:
         try:
@@ -182,7 +163,7 @@ class _Loop:
             self.watch("again", cell, {"error": answer.error})
 
     def _fail(self, cell: Cell, error: str) -> None:
-        self.ended.states[cell.name], self.ended.errors[cell.name] = "failed", error
+        self.ended.states[cell.name] = "failed"
         self.watch("failed", cell, {"error": error})
 
 
@@ -222,8 +203,8 @@ def note_death(folder: Path, text: str, code: int) -> None:
 # ---- within the process of a run
 
 
-def answer(request: Request) -> WorkerAnswer:
-    """Do a run; errors are part of the answer."""
+def answer(cell: Cell, study: str, runs: Path, by: str, progress: Path) -> WorkerAnswer:
+    """Do a run; errors are part of the answer. What happens is appended to the progress file."""
     import gc
 
     import torch
@@ -231,11 +212,14 @@ def answer(request: Request) -> WorkerAnswer:
     from shaketable.models import quieten
     from shaketable.study.run_cell import do
 
-    cell = Cell(**request.cell)
+    def tell(what: str, facts: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError), progress.open("a") as file:  # for the live view; only the record may fail a run
+            file.write(json.dumps([what, facts], default=str) + "\n")
+
     torch.set_num_threads(cell.threads)
     quieten()
     try:
-        return WorkerAnswer(do(cell, request.study, Path(request.runs), request.by, _teller(Path(request.progress))))
+        return WorkerAnswer(do(cell, study, runs, by, tell))
     except ShaketableError as error:
         return WorkerAnswer("failed", str(error), final=True)
     except Exception as error:
@@ -245,14 +229,6 @@ def answer(request: Request) -> WorkerAnswer:
         gc.collect()
         if torch.accelerator.is_available():
             torch.get_device_module().empty_cache()
-
-
-def _teller(path: Path) -> Callable[[str, dict[str, Any]], None]:
-    def tell(what: str, facts: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError), path.open("a") as file:  # for people who look on; a full disk stops the record
-            file.write(json.dumps([what, facts], default=str) + "\n")
-
-    return tell
 
 
 # ---- places of this computer
@@ -269,23 +245,18 @@ def slots(study: StudyConfig, most: int) -> list[dict[str, str]]:
     share = 1.0 if engine.gpus is None else engine.gpus
     if share > 1:
         raise ShaketableError(f"engine.gpus is {share:g}, and a run uses one GPU at most; write 1, or a part such as 0.25")
-    named = ":" in study.device  # one GPU by its number, which every worker then finds by itself
-    gpus = [limit | ({} if named else _visible(study.device, gpu)) for gpu in range(1 if named else _gpus())]
+    if ":" in study.device:  # one GPU by its number, which every worker then finds by itself
+        gpus = [limit]
+    else:
+        import torch
+
+        kinds = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+        visible = kinds.get(study.device, "CUDA_VISIBLE_DEVICES")
+        gpus = [limit | {visible: str(gpu)} for gpu in range(torch.accelerator.device_count())]
     places = gpus * int(1 / share)
     if not places:
         raise ShaketableError(f"there is no GPU for device {study.device!r}; `shaketable env` shows what this machine has")
     return places[: max(1, min(engine.workers or len(places), most))]
-
-
-def _visible(device: str, gpu: int) -> dict[str, str]:
-    name = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}.get(device, "CUDA_VISIBLE_DEVICES")
-    return {name: str(gpu)}
-
-
-def _gpus() -> int:
-    import torch
-
-    return int(torch.accelerator.device_count())
 
 
 class LocalPlaces:
@@ -298,11 +269,11 @@ class LocalPlaces:
         self.workers = [_Worker(environment, folder / f"worker-{n}.log") for n, environment in enumerate(environments)]
         self.at: dict[Future[WorkerAnswer], _Worker] = {}
 
-    def submit(self, request: Request) -> Future[WorkerAnswer]:
-        """Begin a run where no other is."""
+    def submit(self, *run: Any) -> Future[WorkerAnswer]:
+        """Start a run, as `answer` takes it, on a worker that is free."""
         busy = [worker for future, worker in self.at.items() if not future.done()]
         worker = next(worker for worker in self.workers if worker not in busy)
-        future = worker.submit(request)
+        future = worker.submit(*run)
         self.at[future] = worker
         return future
 
@@ -327,14 +298,14 @@ class _Worker:
         self.pool: ProcessPoolExecutor | None = None
         self.process: BaseProcess | None = None
 
-    def submit(self, request: Request) -> Future[WorkerAnswer]:
+    def submit(self, *run: Any) -> Future[WorkerAnswer]:
         if self.pool is not None:
-            return self.pool.submit(answer, request)
+            return self.pool.submit(answer, *run)
         words = (self.environment, str(self.log.absolute()), os.getpid())
         spawn = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=_begin, initargs=words)
         others = {process.pid for process in multiprocessing.active_children()}
-        future = self.pool.submit(answer, request)
+        future = self.pool.submit(answer, *run)
         self.process = next((p for p in multiprocessing.active_children() if p.pid not in others), None)
         return future
 
@@ -415,9 +386,9 @@ class RayPlaces:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ShaketableError(f"cannot reach the Ray cluster {address or '(local)'}: {error}") from None
 
-    def submit(self, request: Request) -> Future[WorkerAnswer]:
-        """Begin a run wherever Ray has room."""
-        future: Future[WorkerAnswer] = self.task.remote(request).future()
+    def submit(self, *run: Any) -> Future[WorkerAnswer]:
+        """Start a run, as `answer` takes it, wherever Ray has room."""
+        future: Future[WorkerAnswer] = self.task.remote(*run).future()
         return future
 
     def death(self, future: Future[WorkerAnswer], error: BaseException) -> tuple[str, int]:

@@ -1,11 +1,11 @@
-"""Before a study: whether there is anything to measure, how long it will take, and what difference it can show.
+"""Before a study: whether it can run, whether there is anything to measure, how long it takes, and what difference it can show.
 
 A model that solves none of the problems without a fault has no reward to learn from and nothing that a fault could take: such a
 study is refused before its first run.
 
-The probe trains every trained arm for two steps on a handful of problems, with its plan and AQN on, in a folder that is thrown
+The probe trains every arm for two steps on a handful of problems, with its plan and AQN on, in a folder that is thrown
 away; the second step is the one that counts. A guided arm is probed without its noise, for there is no diagnosis yet.
-The smallest detectable difference needs assumptions, since there are no data; they are said beside it.
+The smallest detectable difference needs assumptions, since there are no data; they are printed beside it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from shaketable.harden.config import TRAINED, HardenConfig
 from shaketable.study.analysis.comparisons import assumed_spread, planned
 from shaketable.study.cells import Cell, own_cells
 from shaketable.study.config import PER_PROBLEM, StudyConfig
+from shaketable.study.execute import finished, slots
 from shaketable.train.config import TrainConfig
 
 SCHEMA = "shaketable.forecast/1"
@@ -34,44 +35,29 @@ REHEARSED = 32
 """Problems that a model must solve one of."""
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What the probe measured of an arm."""
-
-    step: float
-    """Seconds."""
-    problem: float
-    """Seconds per problem, all conditions together."""
-
-    def seconds(self, cell: Cell) -> float:
-        """Of a whole run."""
-        if cell.kind == "harden":
-            rungs = HardenConfig.checked(**cell.config).climbed
-            steps, scores = cell.config["steps"] * sum(r in TRAINED for r in rungs), 1 + len(rungs)
-        else:
-            config = TrainConfig.checked(**cell.config)
-            steps, scores = config.steps, sum(config.evaluates_at(step) for step in range(config.steps + 1))
-        found: float = LOADING + steps * self.step + scores * cell.config["eval_n"] * self.problem
-        return found
+# ---- whether it can run
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What would run."""
+def check(study: StudyConfig) -> None:
+    """Check whatever can be known before the first run: the device, and every arm's model, task, plan and AQN, once."""
+    from shaketable.harden.scoring import rehearse as check_hardening
+    from shaketable.models import check_device
+    from shaketable.study.run_cell import check_scoring
+    from shaketable.train.plans import rehearse
 
-    cells: list[Cell]
-    left: list[Cell]
-    """What is not done yet."""
-    probed: int
-    seconds: float
-    workers: int
-    can_show: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        rows = [{"name": c.name, "arm": c.arm, "seed": c.seed, "kind": c.kind, "to_do": c in self.left} for c in self.cells]
-        facts = {"probed_arms": self.probed, "seconds": self.seconds, "workers": self.workers, "can_show": self.can_show}
-        return {"schema": SCHEMA, "runs": rows, **facts}
+    if study.engine.kind == "local":
+        check_device(study.device)
+        slots(study, 1)
+    for cell in _first_cells(own_cells(study)):
+        try:
+            if cell.kind == "train":
+                rehearse(TrainConfig.checked(**cell.config))
+            elif cell.kind == "harden":
+                check_hardening(HardenConfig.checked(**cell.config))
+            else:
+                check_scoring(cell.config)
+        except ShaketableError as error:
+            raise ShaketableError(f"arm {cell.arm!r}: {error}") from None
 
 
 def check_scores(study: StudyConfig, folder: Path) -> None:
@@ -80,12 +66,11 @@ def check_scores(study: StudyConfig, folder: Path) -> None:
     Tasks that are Python code are not tried here but by the runs, whose processes may die of it; and where runs are done on a
     cluster, this machine may not have their device.
     """
-    from shaketable.study.run_study import finished
-
-    cells = [cell for cell in own_cells(study) if cell.kind in ("train", "harden")]
-    if study.engine.kind != "local" or finished(folder, own_cells(study)):
+    cells = own_cells(study)
+    if study.engine.kind != "local" or finished(cells, folder):
         return
-    tried = {(c.config["model"], c.config["task"]): c for c in reversed(cells) if not c.needs and not c.config["warm_start"]}
+    trained = [c for c in cells if c.kind in ("train", "harden") and not c.needs and not c.config["warm_start"]]
+    tried = {(c.config["model"], c.config["task"]): c for c in reversed(trained)}
     for cell in reversed(tried.values()):
         if code_in(cell.config["task"]) is None and (solved := _solved(cell.config)) is not None and solved[0] == 0:
             what = f"{cell.config['model']} solves 0 of {solved[1]} problems of {cell.config['task']} without a fault"
@@ -111,35 +96,63 @@ def _solved(config: dict[str, Any]) -> tuple[int, int] | None:
     return sum(answer.correct > 0 for answer in found.answers), len(tests)
 
 
+def _first_cells(cells: Sequence[Cell]) -> list[Cell]:
+    """The first run of each arm."""
+    first: dict[str, Cell] = {}
+    for cell in cells:
+        if cell.arm is not None:
+            first.setdefault(cell.arm, cell)
+    return list(first.values())
+
+
+# ---- how long it takes, and what it can show
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What would run."""
+
+    cells: list[Cell]
+    left: list[Cell]
+    """The runs that are not done yet."""
+    probed: int
+    seconds: float
+    workers: int
+    can_show: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        rows = [{"name": c.name, "arm": c.arm, "seed": c.seed, "kind": c.kind, "to_do": c in self.left} for c in self.cells]
+        facts = {"probed_arms": self.probed, "seconds": self.seconds, "workers": self.workers, "can_show": self.can_show}
+        return {"schema": SCHEMA, "runs": rows, **facts}
+
+
 def forecast(study: StudyConfig, folder: Path, tell: Callable[[str], None]) -> Forecast:
     """Look at what is there, and probe the arms that have something to do."""
-    from shaketable.study.run_study import finished
-
-    check_scores(study, folder)
-    cells = own_cells(study)
-    done = finished(folder, cells)
-    left = [cell for cell in cells if cell.name not in done]
-    speeds = probe(study, left, tell)
-    return Forecast(cells, left, len(speeds), seconds(study, left, speeds), workers(study, max(1, len(left))), can_show(study))
-
-
-def probe(study: StudyConfig, left: Sequence[Cell], tell: Callable[[str], None]) -> dict[str, Speed]:
-    """Speed of every trained arm, by its name."""
     import torch
 
     from shaketable.models import quieten
 
+    check_scores(study, folder)
+    cells = own_cells(study)
+    done = finished(cells, folder)
+    left = [cell for cell in cells if cell.name not in done]
     torch.set_num_threads(study.engine.threads)
     quieten()
-    found: dict[str, Speed] = {}
-    first = {cell.arm: cell for cell in reversed(left) if cell.kind in ("train", "harden")}
-    for name, cell in sorted(first.items(), key=lambda pair: list(study.arms).index(str(pair[0]))):
-        tell(f"probing {name}")
-        found[str(name)] = _measured(cell)
-    return found
+    speeds: dict[str | None, tuple[float, float]] = {}
+    for cell in _first_cells([cell for cell in left if cell.kind in ("train", "harden")]):
+        tell(f"probing {cell.arm}")
+        speeds[cell.arm] = _speed(cell)
+    slowest = max((problem for _, problem in speeds.values()), default=0.05)
+    each = [_seconds(cell, *speeds.get(cell.arm, (0.0, slowest))) for cell in left]
+    seconds = max(sum(each) / workers(study, len(left)), *each) if each else 0.0
+    return Forecast(cells, left, len(speeds), seconds, workers(study, max(1, len(left))), can_show(study))
 
 
-def _measured(cell: Cell) -> Speed:
+def _speed(cell: Cell) -> tuple[float, float]:
+    """Seconds of a step of an arm, and of a problem under all conditions together."""
+    from shaketable.aqn.schedules import Constant
+    from shaketable.aqn.spec import AQN
     from shaketable.harden.run import Hardening
     from shaketable.records.record import RunRecord
     from shaketable.train.run import Training
@@ -149,8 +162,11 @@ def _measured(cell: Cell) -> Speed:
     with tempfile.TemporaryDirectory(prefix="shaketable-probe-") as name:
         folder = Path(name) / "run"
         if cell.kind == "train":
-            aqn = None if config["aqn"] is None else _constant(config)
-            small = TrainConfig.checked(**few | {"aqn": aqn, "warmup": 0, "eval_every": 0, "save_every": STEPS})
+            if config["aqn"] is not None:  # at its loudest, all the time: two steps of a schedule may have no noise
+                aqn = AQN.load(config["aqn"])
+                loudest = max(aqn.schedule.sigma(step, config["steps"]) for step in range(config["steps"]))
+                few["aqn"] = aqn.model_copy(update={"schedule": Constant(loudest)}).text()
+            small = TrainConfig.checked(**few | {"warmup": 0, "eval_every": 0, "save_every": STEPS})
             record = RunRecord.create(folder, "train", small.model_dump(mode="json"), {})
             Training(small, record).run()
         else:
@@ -158,45 +174,34 @@ def _measured(cell: Cell) -> Speed:
             record = RunRecord.create(folder, "harden", hard.model_dump(mode="json"), {})
             Hardening(hard, record).run()
         steps, scores = record.events("step"), record.events("evaluation")
-    per_problem = sum(c["seconds"] for c in scores[-1]["conditions"]) / few["eval_n"]
-    return Speed(steps[-1]["seconds"] if steps else 0.0, per_problem)
+    problem = sum(c["seconds"] for c in scores[-1]["conditions"]) / few["eval_n"]
+    return steps[-1]["seconds"] if steps else 0.0, problem
 
 
-def _constant(config: dict[str, Any]) -> str:
-    """The arm's noise at its loudest, all the time: two steps of a schedule may have none."""
-    from shaketable.aqn.schedules import Constant
-    from shaketable.aqn.spec import AQN
-
-    aqn = AQN.load(config["aqn"])
-    loudest = max(aqn.schedule.sigma(step, config["steps"]) for step in range(config["steps"]))
-    return aqn.model_copy(update={"schedule": Constant(loudest)}).text()
-
-
-def seconds(study: StudyConfig, cells: Sequence[Cell], speeds: dict[str, Speed]) -> float:
-    """How long these runs take, with as many at a time as there are places for."""
-    if not cells:
-        return 0.0
-    problem = max((s.problem for s in speeds.values()), default=0.05)
-    each = []
-    for cell in cells:
-        if cell.kind in ("train", "harden"):
-            each.append(speeds[str(cell.arm)].seconds(cell))
-        else:
-            each.append(LOADING + (cell.config["eval_n"] * problem if cell.kind == "evaluate" else 2 * LOADING))
-    return max(sum(each) / workers(study, len(cells)), max(each))
+def _seconds(cell: Cell, step: float, problem: float) -> float:
+    """How long a run takes, from the seconds of its steps and of the problems it is scored on."""
+    if cell.kind == "locate":
+        return 3 * LOADING
+    steps, scores = 0, 1
+    if cell.kind == "train":
+        config = TrainConfig.checked(**cell.config)
+        steps, scores = config.steps, sum(config.evaluates_at(step) for step in range(config.steps + 1))
+    elif cell.kind == "harden":
+        rungs = HardenConfig.checked(**cell.config).climbed
+        steps, scores = cell.config["steps"] * sum(rung in TRAINED for rung in rungs), 1 + len(rungs)
+    seconds: float = LOADING + steps * step + scores * cell.config["eval_n"] * problem
+    return seconds
 
 
 def workers(study: StudyConfig, most: int) -> int:
     """How many runs there can be at a time."""
     if study.engine.kind == "ray":
         return study.engine.workers or max(1, (os.cpu_count() or 1) // study.engine.threads)
-    from shaketable.study.execute import slots
-
     return len(slots(study, most))
 
 
 def can_show(study: StudyConfig) -> str:
-    """What difference of the primary endpoint this study can show, with what that assumes."""
+    """The difference of the primary endpoint that this study can show, with what that assumes."""
     primary, n, seeds = study.compare.primary, study.evaluate.n, len(study.seeds)
     if primary is None:
         return "no comparison is named, so none will be decided"

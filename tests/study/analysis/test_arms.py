@@ -10,7 +10,7 @@ from shaketable.aqn.spec import AQN
 from shaketable.evaluate.statistics import wilson
 from shaketable.study.analysis import arms
 from shaketable.study.analysis.arms import mean_interval, roughness
-from shaketable.study.analysis.runs import Run
+from shaketable.study.runs import Run
 from tests.study.small_studies import told
 
 
@@ -131,10 +131,10 @@ def test_curves_have_the_mean_and_the_ends_over_the_seeds_at_every_step():
 
 
 def test_sigma_is_that_of_every_step_and_group():
-    [line] = told_of("sigmas", RUNS[0])
+    [line] = told_of("sigmas", RUNS[:1])
     aqn = AQN.load("constant:0.05")
     assert line["points"] == [[n, aqn.sigma(aqn.groups(2)[0], n, 3)] for n in range(3)] and line["points"][0][1] == 0.05
-    assert told_of("sigmas", run(0, aqn=None)) == [] == told_of("sigmas", run(0, steps=None))
+    assert told_of("sigmas", [run(0, aqn=None)]) == [] == told_of("sigmas", [run(0, steps=None)])
 
 
 def test_proof_has_a_row_for_training_aqn_and_every_score_with_its_own_numbers():

@@ -7,9 +7,9 @@ from scipy import stats
 from shaketable.evaluate.statistics import Interval, MeanSquares, over_seeds
 from shaketable.study.analysis import arms as arms_of
 from shaketable.study.analysis import comparisons
-from shaketable.study.analysis.arms import plain_interval
-from shaketable.study.analysis.runs import Run
+from shaketable.study.analysis.arms import mean_interval
 from shaketable.study.config import Comparing
+from shaketable.study.runs import Run
 from tests.study.small_studies import told
 
 
@@ -215,12 +215,15 @@ def test_the_mean_of_losses_has_the_interval_of_seeds_and_problems_or_of_problem
     [one] = told_scores(runs[:1], ["faulty"], "loss")
     alone = stats.ttest_1samp(table[0], 0).confidence_interval(0.95)
     assert (one["ci_low"], one["ci_high"]) == pytest.approx((alone.low, alone.high)) and one["method"] == "t over problems"
-    assert plain_interval(table[:1], 0.8)[0].high < one["ci_high"] and plain_interval(table, 0.8)[0].high < several["ci_high"]
-    single, method = plain_interval(table[:, :1])
+    assert (
+        mean_interval(table[:1], 0.8, share=False)[0].high < one["ci_high"]
+        and mean_interval(table, 0.8, share=False)[0].high < several["ci_high"]
+    )
+    single, method = mean_interval(table[:, :1], share=False)
     assert (single.low, single.high) == (table[:, 0].mean(), table[:, 0].mean()) and method == "one problem, no interval"
     same = np.repeat(table[:1], 3, axis=0)
-    assert plain_interval(np.full((3, 4), 2.0)) == (Interval(2.0, 2.0), "t over problems")
-    assert plain_interval(same)[0].high - same.mean() > 0
+    assert mean_interval(np.full((3, 4), 2.0), share=False) == (Interval(2.0, 2.0), "t over problems")
+    assert mean_interval(same, share=False)[0].high - same.mean() > 0
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from shaketable.records.record import FILE, RunRecord
 from shaketable.study.analysis import findings as found_of
 from shaketable.study.analysis.arms import magnitudes, mean_interval, proof
 from shaketable.study.analysis.findings import _not_the_same
-from shaketable.study.analysis.runs import Run
 from shaketable.study.cells import cells_of
 from shaketable.study.run_cell import do
-from shaketable.study.run_study import define
+from shaketable.study.runs import Run
+from shaketable.study.store import define
 from tests.study.small_studies import data, findings, study, told
 
 ARMS = {"as it comes": {"train": False}, "noise + AQN": {**data()["arms"]["noise + AQN"]}}

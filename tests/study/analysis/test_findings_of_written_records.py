@@ -12,10 +12,9 @@ from shaketable.study.analysis import findings as found_of
 from shaketable.study.analysis.findings import OWN_PLAN
 from shaketable.study.analysis.findings import findings as findings_of
 from shaketable.study.analysis.results import SCHEMA, Findings
-from shaketable.study.analysis.runs import Run
 from shaketable.study.cells import cells_of, train_config
-from shaketable.study.run_study import described
-from shaketable.study.verify import digest
+from shaketable.study.runs import Run
+from shaketable.study.store import described, digest
 from tests.study.small_studies import FAULTY, NOISE, data, findings, study
 
 
@@ -315,6 +314,8 @@ def test_noise_is_that_of_the_first_run_and_a_guided_arm_names_its_guide(tmp_pat
     assert len(arms["noise + AQN"]["sigma"]) == 1 and arms["noise"]["sigma"] == [] == arms["as it comes"]["sigma"]
     [shown] = told["diagnoses"]
     assert [row["sigma"] for row in shown["sigmas"]] == [0.05, pytest.approx(0.25)], "the last of the runs that it guided"
+    assert shown["sigmas"][1]["why"][0].startswith("the rules of that time; those of today give")
+    assert shown["layers"][0] == {"layer": 0, "results": {"replay": "pass"}, "statistics": statistics}
     assert {name: (arm["kind"], arm["plan_in"], arm["plan"]) for name, arm in arms.items()} == {
         "noise": ("train", "both", NOISE),
         "noise + AQN": ("train", "both", NOISE),

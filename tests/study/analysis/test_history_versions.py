@@ -1,14 +1,13 @@
 """Versions of a study written by hand, with their times: which one was in force when the first run ended, and what is told."""
 
-import copy
 import time
 
 import pytest
 
 from shaketable.records.record import RunRecord
-from shaketable.study.analysis.history import Changes, _decisive, _first_end, _others, _told, changes
-from shaketable.study.analysis.runs import Run
-from shaketable.study.run_study import described
+from shaketable.study.analysis.findings import changes
+from shaketable.study.runs import Run
+from shaketable.study.store import described
 from tests.study.small_studies import data, study
 
 TWO, THREE, FOUR = study(), study(seeds=3), study(seeds=4)
@@ -30,9 +29,9 @@ def ended(when, name="x"):
 
 def test_a_version_that_came_after_the_results_is_told_with_its_time(tmp_path, monkeypatch):
     written(tmp_path, monkeypatch, (TWO, 60, False), (THREE, 86400 + 7260, True))
-    assert changes(TWO, tmp_path, ended(100)) == Changes(True, [])
-    assert changes(THREE, tmp_path, ended(100)) == Changes(False, [f"changed on 1970-01-02 at 02:01 UTC, {LATE}"])
-    assert changes(FOUR, tmp_path, ended(100)) == Changes(False, [f"changed in this report only, {LATE}"])
+    assert changes(TWO, tmp_path, ended(100)) == (True, [])
+    assert changes(THREE, tmp_path, ended(100)) == (False, [f"changed on 1970-01-02 at 02:01 UTC, {LATE}"])
+    assert changes(FOUR, tmp_path, ended(100)) == (False, [f"changed in this report only, {LATE}"])
 
 
 def test_the_time_of_a_change_is_the_same_in_every_time_zone(tmp_path, monkeypatch):
@@ -41,66 +40,64 @@ def test_the_time_of_a_change_is_the_same_in_every_time_zone(tmp_path, monkeypat
         with monkeypatch.context() as patch:
             patch.setenv("TZ", "JST-9")
             time.tzset()
-            assert changes(THREE, tmp_path, ended(100)).notes == [f"changed on 1970-01-01 at 02:00 UTC, {LATE}"]
+            assert changes(THREE, tmp_path, ended(100))[1] == [f"changed on 1970-01-01 at 02:00 UTC, {LATE}"]
     finally:
         time.tzset()
 
 
 def test_of_several_versions_before_the_results_the_last_was_in_force(tmp_path, monkeypatch):
     written(tmp_path, monkeypatch, (TWO, 10, False), (THREE, 20, False), (FOUR, 200, True))
-    assert changes(THREE, tmp_path, ended(100)) == Changes(True, [])
+    assert changes(THREE, tmp_path, ended(100)) == (True, [])
     for asked in (TWO, FOUR):
         found = changes(asked, tmp_path, ended(100))
-        assert not found.named_before and found.notes[0].endswith(LATE)
+        assert not found[0] and found[1][0].endswith(LATE)
 
 
 def test_what_a_version_says_itself_counts_more_than_the_clock(tmp_path, monkeypatch):
     written(tmp_path, monkeypatch, (TWO, 500, False), (THREE, 50, True))
-    assert changes(TWO, tmp_path, ended(100)) == Changes(True, [])
-    assert not changes(THREE, tmp_path, ended(100)).named_before
+    assert changes(TWO, tmp_path, ended(100)) == (True, [])
+    assert not changes(THREE, tmp_path, ended(100))[0]
 
 
 def test_versions_that_do_not_say_are_told_by_the_clock(tmp_path, monkeypatch):
     written(tmp_path, monkeypatch, (TWO, 10, None), (THREE, 50, None), (FOUR, 200, None))
-    assert changes(THREE, tmp_path, ended(100)) == Changes(True, [])
-    assert not changes(FOUR, tmp_path, ended(100)).named_before
-    assert changes(FOUR, tmp_path, ended(200)) == Changes(True, []), "at the very second it is in time"
+    assert changes(THREE, tmp_path, ended(100)) == (True, [])
+    assert not changes(FOUR, tmp_path, ended(100))[0]
+    assert changes(FOUR, tmp_path, ended(200)) == (True, []), "at the very second it is in time"
 
 
 def test_where_no_version_came_before_the_results_the_first_counts(tmp_path, monkeypatch):
     written(tmp_path, monkeypatch, (TWO, 300, None), (THREE, 400, None))
-    assert changes(TWO, tmp_path, ended(100)) == Changes(True, [])
-    assert not changes(THREE, tmp_path, ended(100)).named_before
+    assert changes(TWO, tmp_path, ended(100)) == (True, [])
+    assert not changes(THREE, tmp_path, ended(100))[0]
 
 
 def test_a_study_that_was_written_down_after_a_run_had_ended_was_not_named_before(tmp_path, monkeypatch):
     written(tmp_path, monkeypatch, (TWO, 10, True), (THREE, 20, False))
     why = "the study was written down after a run had ended: nothing says when its comparison was named"
-    assert changes(TWO, tmp_path, ended(100)) == Changes(False, [why]) == changes(THREE, tmp_path, ended(100))
-    assert changes(TWO, tmp_path, []) == Changes(True, []), "nothing has ended in this folder"
+    assert changes(TWO, tmp_path, ended(100)) == (False, [why]) == changes(THREE, tmp_path, ended(100))
+    assert changes(TWO, tmp_path, []) == (True, []), "nothing has ended in this folder"
 
 
 @pytest.mark.parametrize(("end", "before"), [(9.9, True), (10.0, False), (11.0, False)])
 def test_runs_that_others_made_must_have_ended_after_the_first_version(tmp_path, monkeypatch, end, before):
     written(tmp_path, monkeypatch, (TWO, 10, False), (THREE, 30, False))
     added = Run("y", "added", "arm", 0, "done", {}, [{"event": "added", "ended": end}, {"event": "finished", "time": 40.0}])
-    found = changes(THREE, tmp_path, [*ended(50), added])
-    assert found.named_before is not before and bool(found.notes) is before
-    assert changes(THREE, tmp_path, [added]).named_before is not before
+    found, notes = changes(THREE, tmp_path, [*ended(50), added])
+    assert found is not before and bool(notes) is before
+    assert changes(THREE, tmp_path, [added])[0] is not before
 
 
 def test_a_definition_that_is_a_record_of_something_else_cannot_tell(tmp_path):
     RunRecord.create(tmp_path / "definition", "train", {}, {}).append("defined", config=described(TWO), after_results=False)
     why = f"{tmp_path / 'definition'} holds no run of `shaketable study` that this version can resume"
-    assert changes(TWO, tmp_path, []) == Changes(False, [f"when the comparison was named cannot be told: {why}"])
+    assert changes(TWO, tmp_path, []) == (False, [f"when the comparison was named cannot be told: {why}"])
 
 
 def test_a_definition_that_was_stopped_before_it_was_written_cannot_tell(tmp_path):
     RunRecord.create(tmp_path / "definition", "study", {}, {})
     found = changes(TWO, tmp_path, [])
-    assert not found.named_before and found.notes[0].startswith(
-        "when the comparison was named cannot be told: there is no study in"
-    )
+    assert not found[0] and found[1][0].startswith("when the comparison was named cannot be told: there is no study in")
 
 
 def test_what_decides_and_what_does_not_are_two_notes_in_this_order(tmp_path, monkeypatch):
@@ -108,7 +105,7 @@ def test_what_decides_and_what_does_not_are_two_notes_in_this_order(tmp_path, mo
     arms = {**data()["arms"], "new": {}, "other": {"overrides": {"lr": 0.5}}}
     found = changes(study(seeds=3, train=data()["train"] | {"steps": 9}, arms=arms), tmp_path, ended(100))
     late = "changed in this report only, after the first run had ended"
-    assert found.notes == [
+    assert found[1] == [
         f"{late}: seeds, train; read the primary comparison as exploratory",
         f"{late}, beside the primary comparison: the arm 'new', the arm 'other'",
     ]
@@ -117,47 +114,26 @@ def test_what_decides_and_what_does_not_are_two_notes_in_this_order(tmp_path, mo
 def test_wording_engine_and_what_is_kept_are_no_decisions(tmp_path, monkeypatch):
     written(tmp_path, monkeypatch, (TWO, 10, False))
     same = study(question="Another?", origin="E9", keep="records", engine={"kind": "local", "workers": 3, "threads": 2})
-    assert changes(same, tmp_path, ended(100)) == Changes(True, [])
+    assert changes(same, tmp_path, ended(100)) == (True, [])
 
 
-NOW = described(TWO)
-
-
-def test_without_a_primary_comparison_every_arm_is_beside_it():
-    now, then = copy.deepcopy(NOW), copy.deepcopy(NOW)
-    now["compare"]["primary"] = None
-    then["arms"]["noise"] = {**then["arms"]["noise"], "overrides": {"lr": 0.5}}
-    del then["arms"]["targeted"]
-    assert _decisive(now, then) == ["the primary comparison (it was noise + AQN − noise, noise accuracy)"]
-    assert _others(now, then) == ["the arm 'noise'", "the arm 'targeted'"]
-    assert _told(None) == "not named"
-
-
-def test_another_primary_comparison_and_both_of_its_arms_are_named():
-    then = copy.deepcopy(NOW)
-    then["compare"]["primary"] = {"a": "targeted", "b": "as it comes", "condition": None, "endpoint": "reward"}
+def test_another_primary_comparison_and_both_of_its_arms_are_named(tmp_path, monkeypatch):
+    arms = {**data()["arms"]}
+    then = {"a": "targeted", "b": "as it comes", "condition": "noise"}
     for name in ("noise", "noise + AQN", "targeted"):
-        then["arms"][name] = {**then["arms"][name], "overrides": {"lr": 0.5}}
-    assert _decisive(NOW, then) == [
-        "the primary comparison (it was targeted − as it comes, reward)", "the arm 'noise + AQN'", "the arm 'noise'",
-    ]  # fmt: skip
-    assert _others(NOW, then) == ["the arm 'targeted'"]
+        arms[name] = {**arms[name], "overrides": {"lr": 0.5}}
+    written(tmp_path, monkeypatch, (study(arms=arms, compare={"primary": then, "against": "as it comes"}), 10, False))
+    named, notes = changes(TWO, tmp_path, ended(100))
+    assert not named
+    was = "the primary comparison (it was targeted − as it comes, noise accuracy), the arm 'noise + AQN', the arm 'noise'"
+    assert f": {was}; read the primary comparison as exploratory" in notes[0]
+    assert notes[1].endswith("beside the primary comparison: the arm 'targeted'")
 
 
-def test_an_arm_that_is_gone_is_named_and_so_are_both_kinds_of_other_comparisons():
-    now, then = copy.deepcopy(NOW), copy.deepcopy(NOW)
-    del now["arms"]["targeted"]
-    now["compare"]["against"], now["compare"]["secondary"] = "noise", [{"a": "noise"}]
-    assert _others(now, then) == ["the arm 'targeted'", "compare.secondary", "compare.against"]
-    assert _decisive(now, then) == []
-
-
-def test_the_first_end_is_of_a_run_that_has_ended_whatever_its_status(tmp_path, monkeypatch):
-    monkeypatch.setattr("time.time", lambda: 7.0)
-    RunRecord.create(tmp_path / "runs" / "partial", "train", {}, {}).append("attempt")
-    assert _first_end(tmp_path, []) is None
-    RunRecord.create(tmp_path / "runs" / "swept", "sweep", {}, {}).append("finished")
-    assert _first_end(tmp_path, []) == 7.0, "of any verb"
-    assert _first_end(tmp_path, [*ended(3, "a"), Run("b", "train", "arm", 1, "damaged", {}, [])]) == 3.0
-    twice = Run("c", "train", "arm", 0, "done", {}, [{"event": "finished", "time": t} for t in (1.0, 5.0)])
-    assert _first_end(tmp_path, [twice]) == 5.0, "the last event of a run is how it ended"
+def test_an_arm_that_is_gone_and_other_comparisons_are_named_beside_it(tmp_path, monkeypatch):
+    written(tmp_path, monkeypatch, (TWO, 10, False))
+    arms = {name: arm for name, arm in data()["arms"].items() if name != "targeted"}
+    primary = data()["compare"]["primary"]
+    compare = {"primary": primary, "secondary": [primary | {"condition": "clean"}], "against": "noise"}
+    named, [note] = changes(study(arms=arms, compare=compare), tmp_path, ended(100))
+    assert named and note.endswith(": the arm 'targeted', compare.secondary, compare.against")

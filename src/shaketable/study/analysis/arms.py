@@ -26,7 +26,7 @@ from shaketable.study.analysis.results import (
     SeedValue,
     Sigma,
 )
-from shaketable.study.analysis.runs import Event, Run
+from shaketable.study.runs import Event, Run
 
 CURVES = {
     "reward": "reward",
@@ -37,21 +37,6 @@ CURVES = {
 }
 SHARES = ("accuracy", "formatted")
 """Endpoints that lie between 0 and 1 and are read in points; the loss is read in nats."""
-BAND = "least to greatest over seeds"
-READ = tuple(name for name in LayerResult.model_fields if name != "layer")
-
-
-def measured(runs: Sequence[Run], conditions: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an `ArmResult` that come from records."""
-    return {
-        "scores": (*scores(runs, conditions), *scores(runs, conditions, "loss")),
-        "curves": curves(runs, conditions),
-        "sigma": sigmas(runs[0]) if runs else (),
-        "proof": proof(runs),
-        "mechanism": mechanism(runs),
-        "cost": cost(runs),
-        "samples": samples(runs),
-    }
 
 
 # ---- scores
@@ -61,12 +46,12 @@ def scores(runs: Sequence[Run], conditions: Iterable[str], endpoint: str = "accu
     """Per condition the mean over seeds with its interval, and every seed."""
     found = []
     for name in conditions:
-        rows = [(r.seed, values, r) for r in runs if (values := r.scores(name, endpoint))]
+        rows = [(run, values) for run in runs if (values := run.scores(name, endpoint))]
         if not rows:
             continue
-        table = np.array([row for _, row, _ in rows])
-        interval, method = mean_interval(table) if endpoint in SHARES else plain_interval(table)
-        first = [f for _, _, r in rows if (f := _first(r, name, endpoint)) is not None]
+        table = np.array([values for _, values in rows])
+        interval, method = mean_interval(table, share=endpoint in SHARES)
+        before = [_before_training(run, name, endpoint) for run, _ in rows]
         found.append(
             ArmScore(
                 condition=name,
@@ -77,44 +62,35 @@ def scores(runs: Sequence[Run], conditions: Iterable[str], endpoint: str = "accu
                 ci_high=interval.high,
                 method=method,
                 n=table.shape[1],
-                per_seed=tuple(SeedValue(seed=seed, value=float(np.mean(row))) for seed, row, _ in rows if seed is not None),
-                first=_mean(first) if len(first) == len(rows) else None,
+                per_seed=tuple(SeedValue(seed=r.seed, value=float(np.mean(row))) for r, row in rows if r.seed is not None),
+                first=None if None in before else _mean(before),
             )
         )
     return found
 
 
-def mean_interval(table: Any, level: float = 0.95) -> tuple[Interval, str]:
-    """Of the mean over seeds and problems, both of them samples; of one seed, over its problems."""
-    seeds, problems = table.shape
-    if seeds > 1 and problems > 1 and not np.ptp(table.mean(1)) == 0 == np.ptp(table - table[:1]):
-        squares = MeanSquares.of(table)
-        if squares.variance > 0:
-            half = math.sqrt(squares.variance) * float(stats.t.ppf((1 + level) / 2, squares.freedom))
-            mean = float(table.mean())
-            return Interval(max(0.0, mean - half), min(1.0, mean + half)), "t over seeds × problems, crossed"
-    return wilson(float(table.mean()), problems, level), "Wilson, over problems"
-
-
-def plain_interval(table: Any, level: float = 0.95) -> tuple[Interval, str]:
-    """The same for numbers that are no shares."""
-    seeds, problems = table.shape
-    mean = float(table.mean())
-    if seeds > 1 and problems > 1 and (squares := MeanSquares.of(table)).variance > 0:
-        half = math.sqrt(squares.variance) * float(stats.t.ppf((1 + level) / 2, squares.freedom))
-        return Interval(mean - half, mean + half), "t over seeds × problems, crossed"
-    if problems < 2:
-        return Interval(mean, mean), "one problem, no interval"
-    half = float(stats.sem(table.mean(0))) * float(stats.t.ppf((1 + level) / 2, problems - 1))
-    return Interval(mean - half, mean + half), "t over problems"
-
-
-def _first(run: Run, condition: str, endpoint: str) -> float | None:
-    """The score before training; None where there was none."""
+def _before_training(run: Run, condition: str, endpoint: str) -> float | None:
     evaluations = run.of_kind("evaluation")
     if len(evaluations) < 2 or evaluations[0]["step"] != 0:
         return None
     return next((c.get(endpoint) for c in evaluations[0]["conditions"] if c["name"] == condition), None)
+
+
+def mean_interval(table: Any, level: float = 0.95, *, share: bool = True) -> tuple[Interval, str]:
+    """Of the mean over seeds and problems, both of them samples; of one seed, over its problems. A share lies in 0 to 1."""
+    seeds, problems = table.shape
+    mean = float(table.mean())
+    alike = share and np.ptp(table.mean(1)) == 0 == np.ptp(table - table[:1])
+    if seeds > 1 and problems > 1 and not alike and (squares := MeanSquares.of(table)).variance > 0:
+        half = math.sqrt(squares.variance) * float(stats.t.ppf((1 + level) / 2, squares.freedom))
+        low, high = (max(0.0, mean - half), min(1.0, mean + half)) if share else (mean - half, mean + half)
+        return Interval(low, high), "t over seeds × problems, crossed"
+    if share:
+        return wilson(mean, problems, level), "Wilson, over problems"
+    if problems < 2:
+        return Interval(mean, mean), "one problem, no interval"
+    half = float(stats.sem(table.mean(0))) * float(stats.t.ppf((1 + level) / 2, problems - 1))
+    return Interval(mean - half, mean + half), "t over problems"
 
 
 def robustness(conditions: Mapping[str, str | None], done: Mapping[str, Sequence[Run]]) -> list[Robustness]:
@@ -149,35 +125,31 @@ def magnitudes(conditions: Mapping[str, str | None]) -> dict[str, float | None]:
 
 # ---- curves
 
-
-def curves(runs: Sequence[Run], conditions: Iterable[str]) -> list[Curve]:
-    """What was measured at every step, over the seeds."""
-    found = [(name, [_step_values(run, field) for run in runs]) for field, name in CURVES.items()]
-    found += [(f"accuracy, {condition}", [_accuracies(run, condition) for run in runs]) for condition in conditions]
-    made = [
-        Curve(name=name, points=_points(rows), band=BAND, roughness=_mean(roughness(row) for row in rows))
-        for name, rows in found
-    ]
-    return [curve for curve in made if len(curve.points) > 1]
-
-
 Row = list[tuple[int, float]]
 """Steps and values of one run."""
 
 
-def _step_values(run: Run, field: str) -> Row:
-    return [(s["step"], s[field]) for s in run.of_kind("step") if s.get(field) is not None]
-
-
-def _accuracies(run: Run, condition: str) -> Row:
-    return [(e["step"], c["accuracy"]) for e in run.of_kind("evaluation") for c in e["conditions"] if c["name"] == condition]
-
-
-def _points(rows: Iterable[Row]) -> tuple[CurvePoint, ...]:
-    by_step: dict[int, list[float]] = {}
-    for step, value in (pair for row in rows for pair in row):
-        by_step.setdefault(step, []).append(value)
-    return tuple(CurvePoint(step=s, mean=_mean(v), low=min(v), high=max(v)) for s, v in sorted(by_step.items()))
+def curves(runs: Sequence[Run], conditions: Iterable[str]) -> list[Curve]:
+    """What was measured at every step, over the seeds."""
+    measured: dict[str, list[Row]] = {
+        name: [[(s["step"], s[field]) for s in run.of_kind("step") if s.get(field) is not None] for run in runs]
+        for field, name in CURVES.items()
+    }
+    for condition in conditions:
+        measured[f"accuracy, {condition}"] = [
+            [(e["step"], c["accuracy"]) for e in run.of_kind("evaluation") for c in e["conditions"] if c["name"] == condition]
+            for run in runs
+        ]
+    found = []
+    for name, rows in measured.items():
+        by_step: dict[int, list[float]] = {}
+        for step, value in (pair for row in rows for pair in row):
+            by_step.setdefault(step, []).append(value)
+        if len(by_step) > 1:
+            points = (CurvePoint(step=s, mean=_mean(v), low=min(v), high=max(v)) for s, v in sorted(by_step.items()))
+            rough = _mean(roughness(row) for row in rows)
+            found.append(Curve(name=name, points=tuple(points), band="least to greatest over seeds", roughness=rough))
+    return found
 
 
 def roughness(row: Row) -> float | None:
@@ -194,15 +166,15 @@ def roughness(row: Row) -> float | None:
     return float(np.abs(values[1:-1] - between).mean())
 
 
-def sigmas(run: Run) -> list[Sigma]:
-    """σ over the steps, for each group of layers that share it."""
-    text, steps = run.config.get("aqn"), run.config.get("steps")
+def sigmas(runs: Sequence[Run]) -> list[Sigma]:
+    """σ over the steps of the first run, for each group of layers that share it."""
+    text, steps = (runs[0].config.get("aqn"), runs[0].config.get("steps")) if runs else (None, None)
     if text is None or steps is None:
         return []
     from shaketable.aqn.spec import AQN
 
     aqn = AQN.load(text)
-    read = run.last("mechanism")
+    read = runs[0].last("mechanism")
     count = len(read["conditions"][0]["layers"]) if read is not None and read["conditions"] else None
     return [
         Sigma(label=group.label, points=tuple((s, aqn.sigma(group, s, steps)) for s in range(steps)))
@@ -216,57 +188,49 @@ def sigmas(run: Run) -> list[Sigma]:
 def proof(runs: Sequence[Run]) -> list[Proof]:
     """That the faults were there: asked and measured, in training and in every score."""
     rows: list[Proof] = []
+    ledgers = [(run, (run.last("finished") or {"ledgers": {}})["ledgers"]) for run in runs]
     for name, where in (("plan", "training: plan"), ("aqn", "training: AQN")):
-        asked = [r for r in runs if r.config.get(name)]
-        ledgers = [(r.last("finished") or {"ledgers": {}})["ledgers"].get(name) for r in asked]
-        rows += _proofs(where, ledgers)
-    for plan in dict.fromkeys(p for r in runs for p in _hardened_against(r)):
-        rows += _proofs("hardening: plan", [_hardened_against(r)[plan] for r in runs if plan in _hardened_against(r)], plan)
-    names = dict.fromkeys(c["name"] for r in runs if (e := r.last("evaluation")) for c in e["conditions"])
+        rows += _proofs(where, [found.get(name) for run, found in ledgers if run.config.get(name)])
+    repaired = [(run.config.get("plans", ()), found) for run, found in ledgers if run.of_kind("rung")]
+    for plan in dict.fromkeys(plan for plans, _ in repaired for plan in plans):
+        rows += _proofs("hardening: plan", [found.get(plan) for plans, found in repaired if plan in plans], plan)
+    names = dict.fromkeys(c["name"] for run in runs if (e := run.last("evaluation")) for c in e["conditions"])
     for name in names:
-        scored = [c for r in runs if (c := r.condition(name)) is not None and c["plan"] is not None]
+        scored = [c for run in runs if (c := run.condition(name)) is not None and c["plan"] is not None]
         rows += _proofs(f"scored: {name}", [c["ledger"] for c in scored], scored[0]["plan"] if scored else "")
     return rows
 
 
-def _hardened_against(run: Run) -> dict[str, Event | None]:
-    """The ledgers of the plans that a model was repaired under, by plan; none where nothing was repaired."""
-    if not run.of_kind("rung"):
-        return {}
-    ledgers = (run.last("finished") or {"ledgers": {}})["ledgers"]
-    return {plan: ledgers.get(plan) for plan in run.config.get("plans", ())}
-
-
 def _proofs(where: str, ledgers: Sequence[Event | None], plan: str = "") -> list[Proof]:
-    """The proof of one plan in all runs; a run that should have a ledger and has none proves nothing for all.
+    """The proof of one plan in all runs; a run that should have a ledger and has none makes all of it `inert`.
 
-    Where none of them has one, `plan` is what is not proven; without it nothing is told: a plan may be meant for scores alone.
+    Where no run has one, `plan` is named as not proven; without it there is no row: a plan may be meant for scores alone.
     """
-    rows = [_proof(where, site) for site in merged_sites(ledgers)]
+    rows = []
+    for site in merged_sites(ledgers):
+        asked, measured, changed = site["asked"], site["measured_magnitude"], site["changed_fraction"]
+        both = asked is not None and measured is not None
+        rows.append(
+            Proof(
+                where=where,
+                fault=site["fault"],
+                site=site["site"],
+                asked=asked,
+                measured=measured,
+                error=site["measured_error"],
+                changed=changed,
+                survival=site["survival_rate"],
+                forward=site["forward"],
+                backward=site["backward"],
+                verdict=("differs" if site["remark"] else "agrees") if both else "proven" if changed else "inert",
+                remark=site["remark"],
+            )
+        )
     if all(ledger is not None for ledger in ledgers):
         return rows
     rows = rows or [Proof(where=where, fault=plan, forward=0, backward=0)] * bool(plan)
     remark = f"{sum(x is None for x in ledgers)} of {len(ledgers)} runs have no ledger of it"
     return [row.model_copy(update={"verdict": "inert", "remark": remark}) for row in rows]
-
-
-def _proof(where: str, site: Event) -> Proof:
-    asked, measured, changed = site["asked"], site["measured_magnitude"], site["changed_fraction"]
-    both = asked is not None and measured is not None
-    return Proof(
-        where=where,
-        fault=site["fault"],
-        site=site["site"],
-        asked=asked,
-        measured=measured,
-        error=site["measured_error"],
-        changed=changed,
-        survival=site["survival_rate"],
-        forward=site["forward"],
-        backward=site["backward"],
-        verdict=("differs" if site["remark"] else "agrees") if both else "proven" if changed else "inert",
-        remark=site["remark"],
-    )
 
 
 # ---- mechanism, cost, examples
@@ -275,11 +239,12 @@ def _proof(where: str, site: Event) -> Proof:
 def mechanism(runs: Sequence[Run]) -> list[MechanismResult]:
     """Per condition and layer the mean over seeds, after the last step."""
     read = [e["conditions"] for r in runs if (e := r.last("mechanism")) is not None and e["conditions"]]
+    readings = [name for name in LayerResult.model_fields if name != "layer"]
     found = []
     for i, first in enumerate(read[0] if read else ()):
         same = [conditions[i] for conditions in read]
         layers = [
-            LayerResult(layer=at["layer"], **{name: _mean(c["layers"][n].get(name) for c in same) for name in READ})
+            LayerResult(layer=at["layer"], **{name: _mean(c["layers"][n].get(name) for c in same) for name in readings})
             for n, at in enumerate(first["layers"])
         ]
         loss = _mean(c.get("loss") for c in same)

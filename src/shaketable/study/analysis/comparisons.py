@@ -12,7 +12,7 @@ concludes nothing about a recipe, whatever its p: the verdict is "nothing".
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,19 +28,21 @@ from shaketable.evaluate.statistics import (
     expected_discordance,
     mcnemar,
     over_seeds,
+    share_recovered,
     sign_flip,
     t_detectable,
 )
 from shaketable.study.analysis.results import (
     ComparisonResult,
+    RecoveredResult,
     SeedValue,
     Spread,
     StepComparison,
     StepDifference,
     StudyVerdict,
 )
-from shaketable.study.analysis.runs import Run
-from shaketable.study.config import OWN, PER_PROBLEM, Comparing, StudyConfig
+from shaketable.study.config import CLEAN, OWN, PER_PROBLEM, Comparing, StudyConfig
+from shaketable.study.runs import Run
 
 UNITS = {
     "accuracy": ("points", 100.0),
@@ -252,10 +254,13 @@ def at_steps(study: StudyConfig, runs: Sequence[Run]) -> list[StepComparison]:
         pair = [[r for r in runs if r.arm == name and r.is_done] for name in (arm, base)]
         if arm == base or not same_task or not all(pair):
             continue
-        conditions = [*(c for c in study.conditions if c != OWN), None]
-        for condition in conditions:
+        steps = study.report.steps
+        if not steps:
+            common = set.intersection(*({e["step"] for e in run.of_kind("evaluation")} for both in pair for run in both))
+            steps = tuple(sorted(common)) if len(common) > 2 else ()
+        for condition in [*(c for c in study.conditions if c != OWN), None]:
             what = Comparing(a=arm, b=base, condition=condition, endpoint="reward" if condition is None else "accuracy")
-            points = [p for step in _steps(study, what, pair) if (p := _step_difference(what, runs, step)) is not None]
+            points = [point for step in steps if (point := _at_step(what, runs, step)) is not None]
             unit, scale = UNITS.get(what.endpoint, ("", 1.0))
             name = what.endpoint if condition is None else f"{what.endpoint}, {condition}"
             if len(points) > 1 or (points and study.report.steps):
@@ -263,38 +268,64 @@ def at_steps(study: StudyConfig, runs: Sequence[Run]) -> list[StepComparison]:
     return found
 
 
-def _steps(study: StudyConfig, what: Comparing, pair: Sequence[Sequence[Run]]) -> list[int]:
-    """The steps to compare at: named, or all at which every run of both arms was scored."""
-    if study.report.steps:
-        return list(study.report.steps)
-    common = set.intersection(*({e["step"] for e in run.of_kind("evaluation")} for runs in pair for run in runs))
-    return sorted(common) if len(common) > 2 else []
-
-
-def _step_difference(what: Comparing, runs: Sequence[Run], step: int) -> StepDifference | None:
+def _at_step(what: Comparing, runs: Sequence[Run], step: int) -> StepDifference | None:
     pair = Paired.of(what, runs, step)
     found = pair.compared()
     if found is None:
         return None
-    ends = found.interval if len(pair.seeds) > 1 else None
-    low, high = (None, None) if ends is None else (ends.low, ends.high)
-    return StepDifference(step=step, difference=found.difference, ci_low=low, ci_high=high, seeds=len(pair.seeds))
+    ends = (found.interval.low, found.interval.high) if len(pair.seeds) > 1 else (None, None)
+    return StepDifference(step=step, difference=found.difference, ci_low=ends[0], ci_high=ends[1], seeds=len(pair.seeds))
+
+
+# ---- repairs
+
+
+def recovered(conditions: Iterable[str], done: Mapping[str, Sequence[Run]]) -> list[RecoveredResult]:
+    """The share of a fault's loss that each hardened arm recovered, for every condition under which something was lost.
+
+    Every hardened run was scored before its first step and after its last, on the same problems and with the same noise: each
+    run is its own baseline. Arms that are trained are left out: a model that learns its task gets better with and without a
+    fault.
+    """
+    found = []
+    for arm, runs in done.items():
+        hardened = [r for r in runs if r.kind == "harden" and len(e := r.of_kind("evaluation")) > 1 and e[0]["step"] == 0]
+        spent = [sum(e["cost"]["seconds"] for e in stages) for run in runs if (stages := run.of_kind("rung"))]
+        for condition in conditions:
+            scored = [r for r in hardened if r.scores(condition, "accuracy") and r.scores(condition, "accuracy", 0)]
+            if condition == CLEAN or not scored:
+                continue
+            before, clean = (np.array([r.scores(c, "accuracy", 0) for r in scored]) for c in (condition, CLEAN))
+            after, clean_after = (np.array([r.scores(c, "accuracy") for r in scored]) for c in (condition, CLEAN))
+            if (clean - before).mean() > 0:
+                means = {"before": before, "after": after, "clean": clean, "clean_after": clean_after}
+                facts = share_recovered(before, after, clean).to_dict() | {name: float(m.mean()) for name, m in means.items()}
+                seconds = float(sum(spent) / len(spent)) if spent else 0.0
+                found.append(RecoveredResult(arm=arm, condition=condition, **facts, seconds=seconds))
+    return found
 
 
 # ---- the verdict
 
 
-def verdict(compared: Sequence[ComparisonResult], runs: Sequence[Run], unlike: Sequence[str]) -> StudyVerdict:
+def verdict(
+    compared: Sequence[ComparisonResult], runs: Sequence[Run], unlike: Sequence[str], repaired: Sequence[RecoveredResult] = ()
+) -> StudyVerdict:
     """Kind, headline, and the sentence of the primary comparison; `unlike` says why runs cannot be compared."""
     primary = next((c for c in compared if c.primary), None)
     if primary is None:
         return StudyVerdict(kind="nothing", headline="No comparison was named", sentence="There is nothing to decide.")
+    sentence = primary.sentence
+    own = next((r for r in repaired if (r.arm, r.condition) == (primary.a, primary.condition)), None)
+    if own is not None and own.clean is not None and own.clean_after is not None:
+        clean = f"without the fault {100 * own.clean:.1f} → {100 * own.clean_after:.1f}"
+        sentence += f". {own.sentence[:1].upper()}{own.sentence[1:]}; {clean}; {own.seconds:.0f} s a run."
     if unlike:
-        return StudyVerdict(kind="nothing", headline=f"Nothing can be concluded: {unlike[0]}", sentence=primary.sentence)
+        return StudyVerdict(kind="nothing", headline=f"Nothing can be concluded: {unlike[0]}", sentence=sentence)
     missing = sum(not run.is_done for run in runs)
     so_far = f"So far ({missing} of {len(runs)} runs are missing): " if missing else ""
     headline = so_far + _headline(primary)
-    return StudyVerdict(kind=primary.verdict, headline=headline[:1].upper() + headline[1:], sentence=primary.sentence)
+    return StudyVerdict(kind=primary.verdict, headline=headline[:1].upper() + headline[1:], sentence=sentence)
 
 
 def _headline(primary: ComparisonResult) -> str:

@@ -1,41 +1,50 @@
-"""What a study found: all that its report says, as data. From records alone, so the same at any time and on any machine.
+"""What a study found: everything that its report shows, as data. From records alone, so the same at any time, on any machine.
 
-An undisturbed study and one that was killed and went on have the same scores and comparisons, to the bit, and the same
+An undisturbed study and one that was killed and resumed have the same scores and comparisons, to the bit, and the same
 measured errors but for the rounding of sums: which fires are measured follows from the fires before, also those of another
 process. Times differ.
+
+The primary comparison must have been fixed before anybody could know its result: its arms, the seeds, how they are trained,
+how they are scored. Whoever changes one of these later may do so, but the report says it and no longer calls the comparison
+named before the run. That other arms or comparisons came later is reported too; it changes nothing for the primary one.
+Wording, engine and what is kept decide nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from shaketable.errors import ShaketableError
 from shaketable.harden.config import HardenConfig
-from shaketable.study.analysis.arms import measured, robustness
-from shaketable.study.analysis.comparisons import at_steps, compare, planned_note, verdict
-from shaketable.study.analysis.diagnoses import diagnosis
-from shaketable.study.analysis.history import changes
-from shaketable.study.analysis.recovered import recovered, told
+from shaketable.records.record import FILE, RunRecord
+from shaketable.study.analysis import arms
+from shaketable.study.analysis.comparisons import at_steps, compare, planned_note, recovered, verdict
 from shaketable.study.analysis.results import (
     ArmResult,
     ConditionFacts,
+    DiagnosisResult,
     Environment,
     Findings,
+    LayerProbes,
+    LayerSigmaResult,
     Primary,
     RunFacts,
     StudyFacts,
     StudyVerdict,
 )
-from shaketable.study.analysis.runs import Run
-from shaketable.study.arm_config import Arm, Guide
-from shaketable.study.cells import STEPS, cells_of
-from shaketable.study.config import OWN, StudyConfig
-from shaketable.study.verify import digest
+from shaketable.study.cells import STEPS, Cell, cells_of
+from shaketable.study.config import OWN, Arm, Guide, StudyConfig
+from shaketable.study.runs import Event, Run
+from shaketable.study.store import DEFINITION, definitions, described, digest
 from shaketable.train.config import TrainConfig
 
 OWN_PLAN = "the plan and the noise of each arm"
-MADE_OF = {"weights": "weights", "tests": "test problems"}
+DECIDES = ("model", "task", "seeds", "train", "harden", "evaluate", "diagnose", "device", "dtype")
 
 
 def findings(study: StudyConfig, folder: Path) -> Findings:
@@ -43,71 +52,64 @@ def findings(study: StudyConfig, folder: Path) -> Findings:
     cells = cells_of(study)
     runs = [Run.of(cell, folder / "runs") for cell in cells]
     done = {name: [r for r in runs if r.arm == name and r.is_done] for name in study.arms}
-    unlike, late = _not_the_same(runs), changes(study, folder, runs)
+    unlike, (named_before, late) = _not_the_same(runs), changes(study, folder, runs)
     compared = compare(study.comparisons, study.compare.primary, runs)
-    back = recovered(study.conditions, done)
-    decided, came_back = verdict(compared, runs, unlike), told(back, study.compare.primary)
-    if came_back:
-        decided = decided.model_copy(update={"sentence": f"{decided.sentence}. {came_back}"})
-    notes = [*_elsewhere(runs), *unlike, *late.notes, *_damage(runs), *_no_number(runs), *planned_note(compared)]
+    repaired = recovered(study.conditions, done)
     return Findings(
-        study=_study(study, late.named_before, digest(folder)),
+        study=_study(study, named_before, digest(folder)),
         complete=all(run.is_done for run in runs),
-        runs=tuple(run_facts(run) for run in runs),
-        verdict=decided,
+        runs=tuple(_run_facts(run) for run in runs),
+        verdict=verdict(compared, runs, unlike, repaired),
         arms=tuple(_arm(study, name, done[name]) for name in study.arms),
         comparisons=tuple(compared),
         at_steps=tuple(at_steps(study, runs)),
-        recovered=tuple(back),
-        robustness=tuple(robustness({n: plan for n, plan in study.conditions.items() if n != OWN}, done)),
-        diagnoses=tuple(diagnosis(run, cells, runs) for run in runs if run.kind == "locate" and run.is_done),
-        environments=tuple(environments(runs)),
-        notes=tuple(notes),
+        recovered=tuple(repaired),
+        robustness=tuple(arms.robustness({n: plan for n, plan in study.conditions.items() if n != OWN}, done)),
+        diagnoses=tuple(_diagnosis(run, cells, runs) for run in runs if run.kind == "locate" and run.is_done),
+        environments=tuple(_environments(runs)),
+        notes=(*_elsewhere(runs), *unlike, *late, *_left_out(runs), *planned_note(compared)),
     )
 
 
 def run_findings(folder: Path) -> Findings:
-    """A single training run, told as a study of one arm and one seed: what training changed."""
-    run = Run.alone(folder)
+    """A single training run, reported as a study of one arm and one seed: what training changed."""
+    RunRecord.open(folder, "train")  # refuses a record of anything else
+    run = Run.read(folder)
     config = TrainConfig.checked(**run.config)
-    conditions = {c["name"]: c["plan"] for c in (run.last("evaluation") or {"conditions": []})["conditions"]}
+    run = replace(run, seed=config.seed)
+    evaluation = run.last("evaluation") or {"conditions": []}
+    conditions = {c["name"]: c["plan"] for c in evaluation["conditions"]}
     name = str(run.arm or folder.name)
     sentence = "One run concludes nothing about a recipe: another seed may end elsewhere. This page tells what happened in it."
+    about: dict[str, Any] = {"model": config.model, "task": config.task, "seeds": (config.seed,)}
+    plans: dict[str, Any] = {"plan": config.plan, "plan_in": config.plan_in, "aqn": config.aqn}
     return Findings(
         kind="run",
         study=StudyFacts(
             name=folder.name,
-            model=config.model,
-            task=config.task,
-            seeds=(config.seed,),
+            **about,
             key=run.head["id"][:8],
             steps=config.steps,
             n=config.eval_n,
             conditions=tuple(ConditionFacts(name=n, plan=p) for n, p in conditions.items()),
         ),
         complete=run.is_done,
-        runs=(run_facts(run).model_copy(update={"folder": "."}),),
+        runs=(_run_facts(run).model_copy(update={"folder": "."}),),
         verdict=StudyVerdict(headline="One training run", sentence=sentence),
-        arms=(
-            ArmResult(
-                name=name,
-                kind="train",
-                model=config.model,
-                task=config.task,
-                plan=config.plan,
-                plan_in=config.plan_in,
-                aqn=config.aqn,
-                seeds=(config.seed,),
-                **measured([run], conditions),
-            ),
-        ),
+        arms=(ArmResult(name=name, kind="train", **about, **plans, **_measured([run], conditions)),),
         recovered=tuple(recovered(conditions, {name: [run]})),
-        robustness=tuple(robustness(conditions, {name: [run]})),
-        environments=tuple(environments([run])),
+        robustness=tuple(arms.robustness(conditions, {name: [run]})),
+        environments=tuple(_environments([run])),
     )
 
 
 def _study(study: StudyConfig, named_before: bool, records: str) -> StudyFacts:
+    kinds = {arm.kind for arm in study.arms.values()}
+    if "train" in kinds:
+        steps = int(study.train.get("steps", STEPS))
+    else:  # of hardening where nothing is trained; none where nothing is hardened either
+        default = HardenConfig.model_fields["steps"].default
+        steps = int(study.harden.get("steps", default)) if "harden" in kinds else 0
     return StudyFacts(
         name=study.study,
         question=study.question,
@@ -115,7 +117,7 @@ def _study(study: StudyConfig, named_before: bool, records: str) -> StudyFacts:
         model=study.model,
         task=study.task,
         seeds=study.seeds,
-        steps=_steps(study),
+        steps=steps,
         options=", ".join(f"{k} {v}" for k, v in study.train.items() if k != "steps"),
         n=study.evaluate.n,
         conditions=tuple(ConditionFacts(name=n, plan=p if n != OWN else OWN_PLAN) for n, p in study.conditions.items()),
@@ -128,18 +130,9 @@ def _study(study: StudyConfig, named_before: bool, records: str) -> StudyFacts:
     )
 
 
-def _steps(study: StudyConfig) -> int:
-    """Of training; of hardening where nothing is trained; none where nothing is hardened either."""
-    kinds = {arm.kind for arm in study.arms.values()}
-    if "train" in kinds:
-        return int(study.train.get("steps", STEPS))
-    if "harden" not in kinds:
-        return 0
-    return int(study.harden.get("steps", HardenConfig.model_fields["steps"].default))
-
-
 def _arm(study: StudyConfig, name: str, done: Sequence[Run]) -> ArmResult:
     arm = study.arms[name]
+    aqn = arm.aqn if isinstance(arm.aqn, str) else None
     return ArmResult(
         name=name,
         description=arm.description,
@@ -148,34 +141,43 @@ def _arm(study: StudyConfig, name: str, done: Sequence[Run]) -> ArmResult:
         task=arm.task or study.task,
         plan=study.plan_of(arm),
         plan_in=OWN if arm.kind == "evaluate" else arm.plan_in,
-        aqn=_aqn(arm, done),
+        aqn=next((str(r.config["aqn"]) for r in done if r.config.get("aqn")), aqn),  # as it was, for a guided arm too
         guided=arm.aqn.guide if isinstance(arm.aqn, Guide) else None,
         settings=tuple(_settings(study, arm)),
         seeds=tuple(r.seed for r in done if r.seed is not None),
-        **measured(done, study.conditions),
+        **_measured(done, study.conditions),
     )
 
 
+def _measured(runs: Sequence[Run], conditions: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an `ArmResult` that come from records."""
+    return {
+        "scores": (*arms.scores(runs, conditions), *arms.scores(runs, conditions, "loss")),
+        "curves": arms.curves(runs, conditions),
+        "sigma": arms.sigmas(runs),
+        "proof": arms.proof(runs),
+        "mechanism": arms.mechanism(runs),
+        "cost": arms.cost(runs),
+        "samples": arms.samples(runs),
+    }
+
+
 def _settings(study: StudyConfig, arm: Arm) -> list[str]:
-    """What an arm has that is not the study's, in words."""
-    where = {"both": [], "rollout": ["faults in rollouts only"], "loss": ["faults in the loss only"]}
-    own = {"model": (arm.model, study.model), "task": (arm.task, study.task)}
-    others = [f"{name} {mine}" for name, (mine, whole) in own.items() if mine not in (None, whole)]
-    own_options = {**arm.overrides, **(arm.harden or {}), **({"after": arm.after} if arm.after else {})}
-    skipped = [f"layer {', '.join(map(str, arm.skip_layers))} not run"] if arm.skip_layers else []
-    return [*where[arm.plan_in], *skipped, *(f"{name} {_shown(value)}" for name, value in own_options.items()), *others]
+    """The options of an arm that are not the study's, in words."""
+    found = {"both": [], "rollout": ["faults in rollouts only"], "loss": ["faults in the loss only"]}[arm.plan_in]
+    if arm.skip_layers:
+        found.append(f"layer {', '.join(map(str, arm.skip_layers))} not run")
+    for name, value in {**arm.overrides, **(arm.harden or {}), **({"after": arm.after} if arm.after else {})}.items():
+        shown = (" + ".join(map(str, value)) or "none") if isinstance(value, list | tuple) else value
+        found.append(f"{name} {shown}")
+    if arm.model not in (None, study.model):
+        found.append(f"model {arm.model}")
+    if arm.task not in (None, study.task):
+        found.append(f"task {arm.task}")
+    return found
 
 
-def _shown(value: Any) -> str:
-    return (" + ".join(map(str, value)) or "none") if isinstance(value, list | tuple) else str(value)
-
-
-def _aqn(arm: Arm, done: Sequence[Run]) -> str | None:
-    """The noise as it was, for a guided arm too."""
-    return next((str(r.config["aqn"]) for r in done if r.config.get("aqn")), arm.aqn if isinstance(arm.aqn, str) else None)
-
-
-def run_facts(run: Run) -> RunFacts:
+def _run_facts(run: Run) -> RunFacts:
     """One line of the table of runs."""
     times = [e["time"] for e in run.events if "time" in e]
     added = [f"made elsewhere: {e['how']}, {e['path']}" for e in run.of_kind("added")]
@@ -188,7 +190,7 @@ def run_facts(run: Run) -> RunFacts:
         id=run.head.get("id"),
         sha=run.sha,
         folder=f"runs/{run.name}",
-        attempts=len(run.of_kind("attempt")),
+        attempts=run.attempts,
         resumed=len(run.of_kind("resumed")),
         seconds=times[-1] - times[0] if len(times) > 1 and times == sorted(times) else None,  # no clock that was set back
         error=run.error,
@@ -196,22 +198,140 @@ def run_facts(run: Run) -> RunFacts:
     )
 
 
-def environments(runs: Sequence[Run]) -> list[Environment]:
+def _environments(runs: Sequence[Run]) -> list[Environment]:
     """The machines and versions that runs were done with, and how many by each."""
     every = [run.head["environment"] for run in runs if run.head]
     different = [facts for i, facts in enumerate(every) if facts not in every[:i]]
     return [Environment(runs=every.count(facts), facts=facts) for facts in different]
 
 
+# ---- diagnoses
+
+
+def _diagnosis(run: Run, cells: Sequence[Cell], runs: Sequence[Run]) -> DiagnosisResult:
+    """The diagnosis of a finished `locate` run, with the noise that its rules give the arms that it guided."""
+    event = run.last("diagnosis")
+    assert event is not None
+    found = event["diagnosis"]
+    return DiagnosisResult(
+        plan=run.config["plan"],
+        model=run.config["model"],
+        verdict=found["verdict"],
+        sentence=found["sentence"],
+        layer=found["layer"],
+        layers=tuple(
+            LayerProbes(
+                layer=row["layer"],
+                results={probe: result["status"] for probe, result in row["results"].items()},
+                statistics=row["statistics"] or {},
+            )
+            for row in found["probes"]
+            if row["layer"] is not None
+        ),
+        sigmas=tuple(_sigmas(found, [c for c in cells if c.needs == run.name and c.guide], runs)),
+        folder=f"runs/{run.name}",
+    )
+
+
+def _sigmas(found: Event, guided: Sequence[Cell], runs: Sequence[Run]) -> list[LayerSigmaResult]:
+    """σ of every layer by the rules: what `guide: all` gives, and others take from; none where it guides no arm.
+
+    A run that was made by earlier rules had another σ: that one is shown, since the rules may change and runs do not.
+    """
+    if not guided or guided[0].guide is None:
+        return []
+    from shaketable.aqn.guidance import Guidance
+    from shaketable.aqn.spec import AQN
+
+    guide, names = guided[0].guide, {cell.name for cell in guided}
+    had: dict[int, float] = {}
+    for run in runs:
+        if run.name in names and run.is_done:
+            aqn = AQN.load(run.config["aqn"])
+            had |= {layer: guide["sigma"] * aqn.multipliers.get(layer, 1.0) for layer in aqn.layers or ()}
+    rows = []
+    for rule in Guidance.of(found, target="all", base_sigma=guide["sigma"], schedule=guide["schedule"]).layers:
+        sigma = had.get(rule.layer, rule.sigma)
+        if math.isclose(sigma, rule.sigma, rel_tol=1e-9):
+            rows.append(LayerSigmaResult(layer=rule.layer, sigma=rule.sigma, label=rule.label, why=tuple(rule.why)))
+        else:
+            why = f"the rules of that time; those of today give {rule.sigma:.4g}"
+            rows.append(LayerSigmaResult(layer=rule.layer, sigma=sigma, why=(why,)))
+    return rows
+
+
+# ---- what was decided when
+
+
+def changes(study: StudyConfig, folder: Path, runs: Sequence[Run]) -> tuple[bool, list[str]]:
+    """Whether all that the primary comparison depends on was fixed when the first run ended; and notes on later changes.
+
+    The study as it is reported is compared with the version that was in force by then.
+    """
+    if not (folder / DEFINITION / FILE).is_file():
+        return False, ["the study was never run from its file: nothing says when its comparison was named"]
+    try:
+        versions = definitions(folder)
+    except ShaketableError as error:
+        return False, [f"when the comparison was named cannot be told: {error}"]
+    ended = _first_end(folder, runs)
+    if ended is None:
+        return True, []
+    if any(e["ended"] < versions[0]["time"] for run in runs for e in run.of_kind("added")):
+        when = "runs that were made elsewhere had ended before the study was written down"
+        return False, [f"{when}: nothing says when its comparison was named"]
+    if versions[0].get("after_results"):
+        return False, ["the study was written down after a run had ended: nothing says when its comparison was named"]
+    # Old versions do not say whether there were results; there the clock has to.
+    before = [v for v in versions if not v.get("after_results", v["time"] > ended)] or versions[:1]
+    now, then = described(study), before[-1]["config"]
+    decisive, others = _differences(now, then)
+    same = [v["time"] for v in versions if v["config"] == now]
+    when = datetime.fromtimestamp(same[0], UTC).strftime("on %Y-%m-%d at %H:%M UTC") if same else "in this report only"
+    late = f"changed {when}, after the first run had ended"
+    notes = [f"{late}: {', '.join(decisive)}; read the primary comparison as exploratory"] if decisive else []
+    notes += [f"{late}, beside the primary comparison: {', '.join(others)}"] if others else []
+    return not decisive, notes
+
+
+def _first_end(folder: Path, runs: Sequence[Run]) -> float | None:
+    """When the first run ended, of this version of the study or another."""
+    known = {run.name for run in runs}
+    others = [Run.read(path.parent) for path in (folder / "runs").glob(f"[!.]*/{FILE}") if path.parent.name not in known]
+    return min((e["time"] for run in [*runs, *others] if (e := run.last("finished")) is not None), default=None)
+
+
+def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """What the primary comparison depends on and is not what it was; and what else is not."""
+
+    def changed(name: str) -> bool:
+        arms = (config["arms"].get(name) for config in (now, then))
+        a, b = (arm and {k: v for k, v in arm.items() if k != "description"} for arm in arms)
+        return bool(a != b)
+
+    decisive = [name for name in DECIDES if now.get(name) != then.get(name)]
+    primary, was = now["compare"]["primary"], then["compare"]["primary"]
+    if primary != was:
+        told = was and f"{was['a']} − {was['b']}, {was['condition'] or ''} {was['endpoint']}".replace("  ", " ")
+        decisive.append(f"the primary comparison (it was {told or 'not named'})")
+    pair = () if primary is None else (primary["a"], primary["b"])
+    decisive += [f"the arm {name!r}" for name in pair if changed(name)]
+    others = [f"the arm {name!r}" for name in {**then["arms"], **now["arms"]} if name not in pair and changed(name)]
+    others += [f"compare.{k}" for k in ("secondary", "against") if now["compare"][k] != then["compare"][k]]
+    return decisive, others
+
+
+# ---- notes
+
+
 def _not_the_same(runs: Sequence[Run]) -> list[str]:
     """Runs that were to begin with the same weights, or solve the same problems, and did not."""
     found: dict[tuple[str, str], set[str]] = {}
     for run in runs:
-        made = run.last("made_of")
-        if made is not None:
-            for name, what in (("weights", "model"), ("tests", "task")):
-                if name in made:
-                    found.setdefault((MADE_OF[name], str(run.config[what])), set()).add(made[name])
+        made = run.last("made_of") or {}
+        for name, what, of in (("weights", "weights", "model"), ("tests", "test problems", "task")):
+            if name in made:
+                found.setdefault((what, str(run.config[of])), set()).add(made[name])
     return [
         f"the {what} of {name} were not the same in all runs: their differences mean nothing"
         for (what, name), hashes in found.items()
@@ -222,22 +342,20 @@ def _not_the_same(runs: Sequence[Run]) -> list[str]:
 def _elsewhere(runs: Sequence[Run]) -> list[str]:
     """Runs that somebody else made: their numbers are those of files that were brought in."""
     added = [(run.name, e) for run in runs for e in run.of_kind("added")]
-    bare = [name for name, e in added if not e["ledger"]]
-    found = (
+    notes = (
         [f"{len(added)} of {len(runs)} runs were made elsewhere and added: {', '.join(n for n, _ in added)}"] if added else []
     )
-    why = "have no ledger: nothing but the one who added them says that no fault acted in them"
-    return found + ([f"{', '.join(bare)} {why}"] if bare else [])
+    if bare := [name for name, e in added if not e["ledger"]]:
+        why = "have no ledger: nothing but the one who added them says that no fault acted in them"
+        notes.append(f"{', '.join(bare)} {why}")
+    return notes
 
 
-def _damage(runs: Sequence[Run]) -> list[str]:
+def _left_out(runs: Sequence[Run]) -> list[str]:
+    """Damaged runs, and runs whose loss is not finite: a broken model may foresee a token with a chance of exactly 0."""
     advice = "move its folder away to have it done again"
-    return [f"{run.name} is left out: {run.error}; {advice}" for run in runs if run.status == "damaged"]
-
-
-def _no_number(runs: Sequence[Run]) -> list[str]:
-    """Runs whose loss cannot be compared: a model that a fault has broken may foresee a token with a chance of exactly 0."""
-    return [
+    damaged = [f"{run.name} is left out: {run.error}; {advice}" for run in runs if run.status == "damaged"]
+    return damaged + [
         f"{run.name} is left out of comparisons of loss under {c['name']}: its loss is not finite"
         for run in runs
         if run.is_done and (evaluation := run.last("evaluation"))
