@@ -13,7 +13,7 @@ from shaketable.errors import ShaketableError
 from shaketable.report import study_html, study_markdown
 from shaketable.report.figures import Line, Scale, curves, schedule
 from shaketable.report.strips import axis_of, families, forest_row, proof_rows, scale_of, seed_strip
-from shaketable.report.study_html import link
+from shaketable.report.study_tables import link
 from shaketable.report.wording import METHOD, amount, chance, duration, percent, signed
 from shaketable.study.analysis.results import CurvePoint, Findings, Sigma, visible
 from tests.report import html_reader
@@ -260,16 +260,12 @@ def test_long_runs_are_binned_without_losing_their_extremes():
     assert "to 100)" in drawing.svg
 
 
-def test_schedules_that_are_equal_share_a_line():
-    arms = {arm.name: arm.sigma for arm in typed(study()).arms}
-    svg = schedule(4, "healthy AQN", arms["healthy AQN"])
-    assert svg.count('class="line"') == 1 and "layers 0–2, 4–7" in svg
+def test_schedules_are_lines_with_their_names_from_zero():
+    groups = [Sigma(label=f"layer {n}", points=tuple((s, v * (n + 1)) for s, v in enumerate([0.2, 0.2, 0.1]))) for n in (0, 1)]
+    svg = schedule(4, "healthy AQN", groups)
+    assert svg.count('class="line"') == 2 and "layer 0" in svg and "layer 1 from 0.4 to 0.2" in svg
+    assert ">0</text>" in svg
     assert schedule(0, "clean", []) == ""
-    steps = re.findall(
-        r'class="line" d="([^"]+)"',
-        schedule(0, "x", [Sigma(label="layer 1", points=((0, 0.2), (1, 0.2), (2, 0.1), (3, 0.1)))]),
-    )
-    assert steps[0].count("H") == 2
 
 
 @pytest.mark.parametrize(
@@ -394,4 +390,4 @@ def test_arms_that_lack_a_condition_keep_their_columns():
     found = study()
     del found["robustness"][1]["points"][0]
     table = page(found).split('id="robustness"')[1].split("<tbody>")[1]
-    assert re.findall(r"<td class=\"n\">([^<]+)</td>", table.split("</tr>")[1])[0] == "–"
+    assert re.findall(r'<td class="n" data-v="([^"]*)">([^<]+)</td>', table.split("</tr>")[1])[0] == ("", "–")

@@ -51,8 +51,8 @@ def test_the_share_that_came_back_is_in_findings_page_and_markdown(done):
     assert shares["hardened"]["seeds"] == 2
     assert shares["hardened"]["after"] > shares["hardened"]["before"]
     html, text = page(Findings.from_json(found)), markdown(Findings.from_json(found))
-    assert "What came back" in html
-    assert "## What came back" in text
+    assert '<h2 id="h-recovered">Recovered' in html
+    assert "## Recovered" in text
     assert {row["where"] for arm in found["arms"] for row in arm["proof"]} >= {"hardening: plan", "scored: faulty"}
 
 

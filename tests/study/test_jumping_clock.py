@@ -96,7 +96,7 @@ def ended(store):
 
 
 def named_before(asked, store):
-    return changes(asked, store / "small", []).named_before
+    return changes(asked, store / "small", [])[0]
 
 
 @CLOCKS

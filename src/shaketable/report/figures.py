@@ -13,7 +13,6 @@ the theme of the page.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -21,7 +20,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from shaketable.report.wording import amount, finite, known, number, ranges
+from shaketable.report.wording import amount, finite, known, number
 from shaketable.study.analysis.results import CurvePoint, RobustnessPoint, Sigma
 
 # ---- scales
@@ -131,7 +130,10 @@ def swatch(arm: int) -> Markup:
 
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 196, 46, 14, 10, 26
-BINS = 120
+BINS, FEWEST = 120, 8
+"""Of a line; fewer than the most where there are more lines than `CROWD`."""
+TOLD = 6
+"""Lines of one arm whose values a figure's texts have; of lines that are arms, all."""
 CROWD = 6
 """More lines than this have half as many bins; their bands are paler, and not told."""
 
@@ -154,16 +156,26 @@ class Drawing:
     per_bin: int
 
 
-def curves(title: str, lines: Sequence[Line], unit: str = "") -> Drawing:
-    """Lines over steps with their bands."""
-    lines, per_bin = _binned(lines)
+def curves(title: str, lines: Sequence[Line], unit: str = "", *, labelled: bool = False) -> Drawing:
+    """Lines over steps with their bands; `labelled` lines have their names beside them, and an axis from zero."""
+    longest = max((len(line.points) for line in lines), default=0)
+    per_bin = max(1, math.ceil(longest / max(FEWEST, min(BINS, BINS * CROWD // max(len(lines), 1)))))
+    lines = [Line(line.arm, line.name, _binned(line.points, per_bin)) for line in lines]
     values = [getattr(p, key) for line in lines for p in line.points for key in ("mean", "low", "high")]
-    log = needs_log(p.mean for line in lines for p in line.points)
+    values += [0.0] if labelled else []
+    log = not labelled and needs_log(p.mean for line in lines for p in line.points)
     steps = sorted({p.step for line in lines for p in line.points})
     y = Scale.over(values, HEIGHT - BOTTOM, TOP, log=log, margin=0.06)
     x = Scale.over(steps, LEFT, WIDTH - RIGHT, margin=0.0 if len(steps) > 1 else 0.04)
-    label = f"{title} over steps{_told(lines, unit)}"
-    parts = [axes(x, y, unit), *(_line(line, x, y) for line in lines), hits(_columns(lines, steps, unit), x, steps)]
+    told = lines[:TOLD] if labelled else lines
+    left = f"\n… and {len(lines) - TOLD} more" if len(told) < len(lines) else ""
+    label = f"{title} over steps{_told(told, unit)}{left}"
+    columns = [text + left for text in _columns(told, steps, unit)]
+    names = [_name(line, x, y) for line in lines] if labelled and len(lines) <= CROWD else []
+    drawn = joined(_line(line, x, y, bare=labelled) for line in lines)
+    if labelled and lines:  # all of one arm
+        drawn = Markup("<g {}>{}</g>").format(look(lines[0].arm), drawn)
+    parts = [axes(x, y, unit), drawn, *names, hits(columns, x, steps)]
     return Drawing(frame(label, joined(parts), "plot crowd" if len(lines) > CROWD else "plot"), log, per_bin)
 
 
@@ -205,20 +217,24 @@ def hits(told: Sequence[str], x: Scale, at: Sequence[float]) -> Markup:
 def polylines(points: Sequence[tuple[float, float | None]], dashes: str) -> Markup:
     """The known stretches of a line; one that is a single point gets a dot of the line's width."""
     runs = [list(run) for there, run in groupby(points, key=lambda p: p[1] is not None) if there]
-    shape = Markup('<polyline class="line" stroke-dasharray="{}" points="{}"/>')
+    dashed = Markup(' stroke-dasharray="{}"').format(dashes) if dashes else ""
+    shape = Markup('<polyline class="line"{} points="{}"/>')
     return joined(
-        shape.format(dashes, " ".join(f"{x:.1f},{y:.1f}" for x, y in (run if len(run) > 1 else run * 2))) for run in runs
+        shape.format(dashed, " ".join(f"{x:.1f},{y:.1f}" for x, y in (run if len(run) > 1 else run * 2))) for run in runs
     )
 
 
-def _line(line: Line, x: Scale, y: Scale) -> Markup:
+def _line(line: Line, x: Scale, y: Scale, *, bare: bool) -> Markup:
+    """The line, and unless it is `bare` its band and markers."""
     places = [(x(p.step), y(p.mean) if p.mean is not None and y.draws(p.mean) else None) for p in line.points]
+    drawn = polylines(places, dash(line.arm))
+    if bare:
+        return drawn
     there = [(a, b) for a, b in places if b is not None]
     every = max(1, math.ceil(len(there) / 6))
     offset = min(line.arm * 2 % every, max(len(there) - 1, 0))
     pins = [marker(line.arm, a, b) for a, b in there[offset::every]]
-    body = joined([_band(line.points, x, y), polylines(places, dash(line.arm)), *pins])
-    return Markup("<g {}>{}</g>").format(look(line.arm), body)
+    return Markup("<g {}>{}</g>").format(look(line.arm), joined([_band(line.points, x, y), drawn, *pins]))
 
 
 def _band(points: Sequence[CurvePoint], x: Scale, y: Scale) -> Markup:
@@ -233,41 +249,36 @@ def _band(points: Sequence[CurvePoint], x: Scale, y: Scale) -> Markup:
     return joined(shapes)
 
 
-def _binned(lines: Sequence[Line]) -> tuple[list[Line], int]:
-    longest = max((len(line.points) for line in lines), default=0)
-    size = max(1, math.ceil(longest / (BINS if len(lines) <= CROWD else BINS // 2)))
-    return [Line(line.arm, line.name, _bins(line.points, size)) for line in lines], size
+def _name(line: Line, x: Scale, y: Scale) -> Markup:
+    """The name of a line, above its start."""
+    step, value = next((p.step, p.mean) for p in line.points if p.mean is not None)
+    return Markup('<text class="direct" x="{:.1f}" y="{:.1f}">{}</text>').format(x(step) + 5, y(value) - 4, line.name)
 
 
-def _bins(points: Sequence[CurvePoint], size: int) -> Sequence[CurvePoint]:
+def _binned(points: Sequence[CurvePoint], size: int) -> Sequence[CurvePoint]:
     if size == 1:
         return points
-    return [_bin(points[i : i + size]) for i in range(0, len(points), size)]
-
-
-def _bin(points: Sequence[CurvePoint]) -> CurvePoint:
-    means = known(p.mean for p in points)
-    lows = known(v for p in points for v in (p.low, p.mean))
-    highs = known(v for p in points for v in (p.high, p.mean))
-    mean = sum(means) / len(means) if means else None
-    return CurvePoint(step=points[-1].step, mean=mean, low=min(lows, default=None), high=max(highs, default=None))
+    made = []
+    for part in (points[i : i + size] for i in range(0, len(points), size)):
+        means = known(p.mean for p in part)
+        low = min(known(v for p in part for v in (p.low, p.mean)), default=None)
+        high = max(known(v for p in part for v in (p.high, p.mean)), default=None)
+        made.append(CurvePoint(step=part[-1].step, mean=sum(means) / len(means) if means else None, low=low, high=high))
+    return made
 
 
 def _columns(lines: Sequence[Line], steps: Sequence[int], unit: str) -> list[str]:
+    """What is told at each step: every line's value, with its band where there are few lines."""
     at = [{p.step: p for p in line.points} for line in lines]
     told = []
     for step in steps:
-        there = [(line.name, p[step]) for line, p in zip(lines, at, strict=True) if step in p]
-        rows = [f"{name}: {_value(p, unit, len(lines) <= CROWD)}" for name, p in there]
-        told.append("\n".join([f"step {number(step)}", *rows]))
+        rows = [f"step {number(step)}"]
+        for line, p in ((line, points[step]) for line, points in zip(lines, at, strict=True) if step in points):
+            banded = len(lines) <= CROWD and finite(p.low) and finite(p.high) and p.low < p.high
+            band = f" ({amount(p.low, unit)} to {amount(p.high, unit)})" if banded else ""
+            rows.append(f"{line.name}: {amount(p.mean, unit)}{band}")
+        told.append("\n".join(rows))
     return told
-
-
-def _value(point: CurvePoint, unit: str, wide: bool) -> str:
-    text = amount(point.mean, unit)
-    low, high = point.low, point.high
-    banded = wide and finite(low) and finite(high) and low < high
-    return f"{text} ({amount(low, unit)} to {amount(high, unit)})" if banded else text
 
 
 def _told(lines: Sequence[Line], unit: str) -> str:
@@ -372,81 +383,8 @@ def _told_strength(label: str, points: Sequence[tuple[str, RobustnessPoint]], un
 # ---- σ over steps
 
 
-BASE = HEIGHT - 26
-LABELLED = 6
-MOST = 40
-Corner = tuple[float, Any]
-
-
 def schedule(arm: int, name: str, sigma: Sequence[Sigma]) -> Markup:
-    """The schedules of one arm; empty when there is nothing to draw."""
-    groups = _groups(sigma)
-    values = known(v for points in groups for _, v in points)
-    if not values:
-        return Markup("")
-    steps = sorted({step for points in groups for step, _ in points})
-    x = Scale.over(steps, LEFT, WIDTH - RIGHT, margin=0.0 if len(steps) > 1 else 0.04)
-    y = Scale.over([0.0, *values], BASE, TOP, margin=0.06)
-    lines = [_stairs(points, x, y) for points in groups]
-    ends = [_end(points, label, x, y) for points, label in groups.items()] if len(groups) <= LABELLED else []
-    shown = steps[:: max(1, len(steps) // MOST)]
-    body = [
-        axes(x, y),
-        Markup("<g {}>{}</g>").format(look(arm), joined(lines)),
-        *ends,
-        hits(_told_sigma(groups, shown), x, shown),
-    ]
-    label = f"σ of {name} over steps: " + "; ".join(
-        f"{label} from {number(points[0][1])} to {number(points[-1][1])}" for points, label in list(groups.items())[:LABELLED]
-    )
-    return frame(label, joined(body))
-
-
-def _groups(sigma: Sequence[Sigma]) -> dict[tuple[Corner, ...], str]:
-    """Corner points to the name of all that share them."""
-    found: dict[tuple[Corner, ...], list[str]] = {}
-    for series in sigma:
-        if series.points:
-            found.setdefault(_corners([(p[0], p[1]) for p in series.points]), []).append(series.label)
-    return {points: together(labels) for points, labels in found.items()}
-
-
-def _corners(points: Sequence[Corner]) -> tuple[Corner, ...]:
-    inner = [b for a, b in pairwise(points[:-1]) if a[1] != b[1]]
-    thinned = inner[:: max(1, len(inner) // (2 * MOST))]
-    return (*points[:1], *thinned, *points[1:][-1:])
-
-
-def together(labels: Sequence[str]) -> str:
-    """`layers 0–2, 4` for the names of layers; others as they are."""
-    layers = [re.fullmatch(r"layer (\d+)", label) for label in labels]
-    numbers = [int(m[1]) for m in layers if m]
-    if len(numbers) > 1 and len(numbers) == len(labels):
-        return "layers " + ranges(numbers, 4)
-    return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
-
-
-def _stairs(points: Sequence[Corner], x: Scale, y: Scale) -> Markup:
-    """A σ holds until the next one is set."""
-    runs = [list(run) for there, run in groupby(points, key=lambda p: y.draws(p[1])) if there]
-    paths = [f"M{x(run[0][0]):.1f} {y(run[0][1]):.1f}" + "".join(f"H{x(s):.1f}V{y(v):.1f}" for s, v in run[1:]) for run in runs]
-    return joined(Markup('<path class="line" d="{}"/>').format(path) for path in paths)
-
-
-def _end(points: Sequence[Corner], label: str, x: Scale, y: Scale) -> Markup:
-    """The name of a line, above its start, where schedules lie farthest apart."""
-    step, value = next(((s, v) for s, v in points if y.draws(v)), (points[0][0], 0.0))
-    return Markup('<text class="direct" x="{:.1f}" y="{:.1f}">{}</text>').format(x(step) + 5, y(value) - 4, label)
-
-
-def _told_sigma(groups: dict[tuple[Corner, ...], str], steps: Sequence[float]) -> list[str]:
-    told = []
-    for step in steps:
-        rows = [f"{label}: {number(_at(points, step))}" for points, label in list(groups.items())[:LABELLED]]
-        more = [f"… and {len(groups) - LABELLED} more"] if len(groups) > LABELLED else []
-        told.append("\n".join([f"step {number(step)}", *rows, *more]))
-    return told
-
-
-def _at(points: Sequence[Corner], step: float) -> Any:
-    return next((v for s, v in reversed(points) if s <= step), points[0][1])
+    """The schedules of one arm, a line for each group of layers; empty when there is nothing to draw."""
+    groups = [(group.label, [CurvePoint(step=step, mean=value) for step, value in group.points]) for group in sigma]
+    lines = [Line(arm, label, points) for label, points in groups if known(p.mean for p in points)]
+    return curves(f"σ of {name}", lines, labelled=True).svg if lines else Markup("")

@@ -14,28 +14,31 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shaketable.report.strips import ProofRow, proof_rows
+from shaketable.report.study_tables import (
+    Table,
+    comparison_table,
+    cost_table,
+    curve_table,
+    recovered_table,
+    run_table,
+    step_tables,
+    strength_table,
+)
 from shaketable.report.wording import (
     METHOD,
+    ROUGHNESS,
     amount,
     badge,
-    chance,
     counted,
-    difference_at,
-    duration,
     fact,
     known,
     missing_runs,
     named,
     number,
-    percent,
     place,
     proof_summary,
-    share_of,
-    signed,
-    strength_unit,
-    unit_of,
 )
-from shaketable.study.analysis.results import ArmScore, ComparisonResult, Findings, RunFacts
+from shaketable.study.analysis.results import ArmScore, Findings
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|#~&$])")
 
@@ -48,15 +51,15 @@ def markdown(findings: Findings) -> str:
         _design,
         _scores,
         _comparisons,
-        _recovered,
-        _curves,
+        lambda f: section(recovered_table(f)),
+        lambda f: section(curve_table(f), ROUGHNESS),
         _at_steps,
-        _robustness,
+        lambda f: section(strength_table(f)),
         _diagnoses,
         _proof,
         _mechanism,
-        _cost,
-        _runs,
+        lambda f: section(cost_table(f)),
+        lambda f: section(run_table(f)),
         _end,
     )
     return "\n\n".join(block for part in parts for block in part(f) if block) + "\n"
@@ -73,6 +76,12 @@ def code(value: Any) -> str:
     ticks = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     pad = " " if "`" in text else ""
     return f"{ticks}{pad}{text}{pad}{ticks}" if text else ""
+
+
+def section(made: Table, *notes: str) -> list[str]:
+    """A table of the page with its title, under a few sentences; nothing when it has no rows."""
+    rows = [[code(c.link) if c.link else plain(c.text) for c in row] for row in made.rows]
+    return [f"## {made.title}", *notes, table([plain(name) for name in made.columns], rows)] if rows else []
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -138,71 +147,14 @@ def _comparisons(f: Findings) -> list[str]:
     if not f.comparisons:
         return ["## Comparisons", "No comparison could be made."] if f.kind == "study" else []
     found = sorted(f.comparisons, key=lambda c: not c.primary)
-    tests = ("p", "p, Holm", "exact p over seeds")
-    head = ("comparison", "condition", "difference", "95 % interval", *tests, "detectable", "verdict")
     sentences = [f"- {'**primary:** ' if c.primary else ''}{plain(c.sentence)}" for c in found if c.sentence]
-    return ["## Comparisons", table(head, map(_comparison, found)), "\n".join(sentences)]
-
-
-def _comparison(c: ComparisonResult) -> list[str]:
-    keys = ("difference", "ci_low", "ci_high", "detectable")
-    difference, low, high, least = (signed(getattr(c, key), c.scale, c.unit) for key in keys)
-    name = f"{'◆ ' if c.primary else ''}{plain(c.a)} − {plain(c.b)}"
-    where = plain(place(c.condition, c.endpoint))
-    values = [f"{difference} {plain(c.unit)}".strip(), f"{low} … {high}"]
-    chances = [chance(getattr(c, key)) for key in ("p", "p_holm", "p_seeds")]
-    return [name, where, *values, *chances, least.lstrip("+"), plain(c.verdict)]
-
-
-def _recovered(f: Findings) -> list[str]:
-    rows = [
-        [
-            plain(r.arm),
-            plain(r.condition),
-            amount(r.taken, "points"),
-            f"{amount(r.before, 'points')} → {amount(r.after, 'points')}",
-            f"{amount(r.clean, 'points')} → {amount(r.clean_after, 'points')}",
-            share_of(r.share, r.interval.low, r.interval.high),
-        ]
-        for r in f.recovered
-        if r.share is not None
-    ]
-    head = ("arm", "condition", "the fault takes", "before → after", "clean before → after", "recovered, 95 % interval")
-    return ["## What came back", table(head, rows)] if rows else []
-
-
-def _curves(f: Findings) -> list[str]:
-    rows = []
-    for arm in f.arms:
-        for curve in arm.curves:
-            if ends := known(p.mean for p in curve.points):
-                unit = unit_of(curve.name)
-                values = [amount(value, unit) for value in (ends[0], ends[-1], curve.roughness)]
-                rows.append([plain(arm.name), plain(curve.name), *values])
-    made = table(("arm", "curve", "first", "last", "roughness"), rows)
-    said = "Roughness: how far a point lies, on average, from the straight line between its two neighbours, by run."
-    return ["## Learning curves", made, said] if made else []
+    return [*section(comparison_table(f)), "\n".join(sentences)]
 
 
 def _at_steps(f: Findings) -> list[str]:
-    rows = [
-        [f"{plain(one.a)} − {plain(one.b)}", plain(one.curve), number(p.step), difference_at(p, one.scale, one.unit)]
-        for one in f.at_steps
-        for p in one.points
-    ]
-    made = table(("comparison", "curve", "step", "difference, 95 % interval"), rows)
+    found = [block for made in step_tables(f) for block in (f"{plain(made.title)}:", *section(made)[1:])]
     said = "Exploratory; the interval of each step is of that step alone."
-    return ["## Difference to the baseline, step by step", said, made] if made else []
-
-
-def _robustness(f: Findings) -> list[str]:
-    unit = strength_unit(f.robustness)
-    points = [(r.arm, p) for r in f.robustness for p in r.points]
-    rows = [
-        [plain(arm), plain(p.label), *(amount(getattr(p, key), unit) for key in ("mean", "low", "high"))] for arm, p in points
-    ]
-    made = table(("arm", "strength", "mean", "low", "high"), rows)
-    return ["## Robustness", made] if made else []
+    return ["## Difference to the baseline, step by step", said, *found] if found else []
 
 
 def _diagnoses(f: Findings) -> list[str]:
@@ -241,29 +193,6 @@ def _mechanism(f: Findings) -> list[str]:
 def _extremes(values: Sequence[Any]) -> str:
     seen = known(values)
     return f"{number(min(seen))} … {number(max(seen))}" if seen else "–"
-
-
-def _cost(f: Findings) -> list[str]:
-    shares = ("sampling_share", "injection_share", "aqn_share")
-    there = [(arm.name, arm.cost) for arm in f.arms if arm.cost.is_known]
-    rows = [
-        [plain(n), number(c.seconds_per_step), *(percent(getattr(c, s)) for s in shares), duration(c.evaluation_seconds)]
-        for n, c in there
-    ]
-    made = table(("arm", "seconds per step", "sampling", "injection", "AQN", "evaluation"), rows)
-    return ["## Cost", made] if made else []
-
-
-def _runs(f: Findings) -> list[str]:
-    rows = [_run(run) for run in f.runs]
-    made = table(("run", "status", "time", "attempts", "folder", "remarks"), rows)
-    return ["## Runs", made] if made else []
-
-
-def _run(run: RunFacts) -> list[str]:
-    remarks = "; ".join(plain(text) for text in [run.error, *run.warnings] if text)
-    facts = [plain(run.name), plain(run.status), duration(run.seconds), number(run.attempts)]
-    return [*facts, code(run.folder), remarks]
 
 
 def _end(f: Findings) -> list[str]:

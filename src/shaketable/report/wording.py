@@ -44,6 +44,7 @@ METHOD = (
     "The smallest detectable difference is the one this comparison would have found with a power of 80 % at its level, computed"
     " from the measured spread and never from the measured difference.",
 )
+ROUGHNESS = "Roughness: how far a point lies, on average, from the straight line between its two neighbours, by run."
 TEXT_BUDGET = 90_000
 LONGEST, SHORTEST = 1500, 160
 
