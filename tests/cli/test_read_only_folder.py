@@ -15,10 +15,7 @@ from tests.cli.command_server import shaketable
 
 pytestmark = pytest.mark.attack("read-only folders")
 NOBODY = 65534
-AS_NOBODY = (
-    "import os, shaketable.cli.study_terminal, shaketable.study.store\n"
-    f"if os.getuid() == 0: os.seteuid({NOBODY})\n"
-)
+AS_NOBODY = f"import os, shaketable.cli.study_terminal, shaketable.study.store\nif os.getuid() == 0: os.seteuid({NOBODY})\n"
 """Run before the command: permissions do not bind root. Python itself may lie where only root can read, hence the imports."""
 
 

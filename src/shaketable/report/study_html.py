@@ -22,8 +22,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from shaketable.report import strips, study_tables, wording
-from shaketable.report.figures import COLORS, Drawing, Line, curves, robustness, schedule, swatch
-from shaketable.report.strips import HeatmapRow, ProofRow, Scale, Shading
+from shaketable.report.figures import COLORS, Drawing, Line, Scale, curves, robustness, schedule, swatch
+from shaketable.report.strips import HeatmapRow, ProofRow, Shading
 from shaketable.report.wording import finite, known
 from shaketable.study.analysis.results import (
     SCHEMA,
@@ -261,6 +261,6 @@ def mechanisms(f: Findings) -> list[MechanismView]:
                     own: dict[int, Any] = {row.layer: getattr(row, name) for row in m.layers}
                     rows.append((i, strips.value_row(arm, layers, [own.get(n) for n in layers], shadings[name])))
                 panels.append(Panel(name, meaning, rows, shadings[name]))
-        losses = [(i, name, m.loss) for i, name, m in read if finite(m.loss)]
+        losses: list[tuple[int, str, float | None]] = [(i, name, m.loss) for i, name, m in read if finite(m.loss)]
         made.append(MechanismView(condition, losses, constant, panels, strips.layer_axis(layers, marked)))
     return made
