@@ -8,11 +8,11 @@ The first has its scores in it. The others need a file of scores for each condit
 verl writes with `trainer.validation_data_dir` (`input`, `output`, `gts`, `score`), or with `id` and `correct`. A problem is
 known by its `id`, or by the hash of its `input`; problems are put into the order of these, so that all runs have one order.
 
-Everything is read and checked before a line is written. Rejected: to believe a file name, or a folder, about what acted in a
-run: plan and AQN come from the instructions, and that they acted from the merged ledger.
+Everything is read and checked before a line is written. Plan and AQN come from the instructions, never from a file's name; that
+they acted comes from the merged ledger.
 
-A run is written in a folder beside the runs and moved to its place when it is whole. It is chained and sealed from now on. What
-the chain cannot vouch for is the time before: its `added` event says where the run came from, when it had ended, and the
+A run is written in a folder beside the runs and moved to its place when it is whole. It is chained and sealed from now on. The
+chain cannot vouch for the time before: its `added` event says where the run came from, when it had ended, and the
 SHA-256 of every file that was read, and the report names each such run.
 """
 
@@ -32,7 +32,7 @@ from shaketable.errors import ShaketableError, nearest
 from shaketable.evaluate.score import in_phases
 from shaketable.evaluate.statistics import wilson
 from shaketable.evaluate.tasks import Problem, digest, examples
-from shaketable.evaluate.tasks.files import Rows, read_rows, read_text
+from shaketable.evaluate.tasks.files import read_rows, read_text
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.verl.settings import ORDERS
 from shaketable.integrations.verl.workers import LEDGER, STEPS
@@ -92,39 +92,27 @@ def add_run(
     Raises:
         ShaketableError: It is another run than the arm's, not whole, there already, or was scored on other problems.
     """
-    cell = _cell(study, arm, seed)
-    found = read_run(folder, cell, scores, metrics)
-    define(study, store)
-    runs = store / study.study / "runs"
-    with held(runs, cell.name) as ours:
-        if not ours or (runs / cell.name).exists():
-            raise ShaketableError(f"{cell.title} is there already, in {runs / cell.name}; nothing is overwritten")
-        _check_problems(found, [Run.of(other, runs) for other in cells_of(study)], folder)
-        _write(found, cell, study.study, runs, folder)
-    return cell
-
-
-def _cell(study: StudyConfig, arm: str, seed: int) -> Cell:
     if arm not in study.arms:
         raise ShaketableError(f"{study.study} has no arm {arm!r}; {nearest(arm, study.arms)}")
     if not study.arms[arm].elsewhere:
         raise ShaketableError(f"the runs of {arm} are done by `study run`; write elsewhere: true in the arm to add them")
     if seed not in study.seeds:
         raise ShaketableError(f"{study.study} has no seed {seed}; its seeds are {', '.join(map(str, study.seeds))}")
-    return next(cell for cell in cells_of(study) if (cell.arm, cell.seed) == (arm, seed))
-
-
-def _check_problems(found: ForeignRun, runs: list[Run], folder: Path) -> None:
-    """Scores on other problems than those of runs that are there could not be paired with them."""
-    mine = _tests(found.events)
-    for run in runs:
-        theirs = run.last("made_of") if run.is_done and run.config.get("task") == found.config["task"] else None
-        if theirs is not None and mine is not None and theirs.get("tests", mine) != mine:
-            raise ShaketableError(f"{folder} was scored on other problems than {run.name}; they cannot be compared")
-
-
-def _tests(events: list[tuple[str, dict[str, Any]]]) -> str | None:
-    return next((body.get("tests") for kind, body in events if kind == "made_of"), None)
+    cells = cells_of(study)
+    cell = next(cell for cell in cells if (cell.arm, cell.seed) == (arm, seed))
+    found = _read(folder, cell, scores, metrics)
+    define(study, store)
+    runs = store / study.study / "runs"
+    with held(runs, cell.name) as ours:
+        if not ours or (runs / cell.name).exists():
+            raise ShaketableError(f"{cell.title} is there already, in {runs / cell.name}; nothing is overwritten")
+        tests = next((body["tests"] for kind, body in found.events if kind == "made_of" and "tests" in body), None)
+        for run in (Run.of(other, runs) for other in cells):
+            theirs = (run.last("made_of") or {}).get("tests") if run.is_done else None
+            if tests and theirs and tests != theirs and run.config.get("task") == found.config["task"]:
+                raise ShaketableError(f"{folder} was scored on other problems than {run.name}; they cannot be compared")
+        _write(found, cell, study.study, runs, folder)
+    return cell
 
 
 def _write(found: ForeignRun, cell: Cell, study: str, runs: Path, folder: Path) -> None:
@@ -141,7 +129,7 @@ def _write(found: ForeignRun, cell: Cell, study: str, runs: Path, folder: Path) 
     draft.rename(runs / cell.name)
 
 
-def read_run(folder: Path, cell: Cell, scores: Mapping[str, Path], metrics: Path | None) -> ForeignRun:
+def _read(folder: Path, cell: Cell, scores: Mapping[str, Path], metrics: Path | None) -> ForeignRun:
     """The run in a folder as that of a cell; raises in one line when it is another, or not whole."""
     if not folder.is_dir():
         raise ShaketableError(f"there is no run in {folder}: it is no folder")
@@ -149,8 +137,14 @@ def read_run(folder: Path, cell: Cell, scores: Mapping[str, Path], metrics: Path
         if scores or metrics:
             raise ShaketableError(f"{folder} is a run record and has its own scores; drop --scores and --metrics")
         return _from_record(folder, cell)
-    found = _from_verl(folder, cell) if _was_shaken(folder) else _without_ledger(folder, cell)
-    return _with_scores(found, cell, scores, metrics)
+    if (folder / ORDERS).is_file() and "mismatch" not in _json(folder / ORDERS):  # one that was only measured has no ledger
+        return _with_scores(_from_verl(folder, cell), cell, scores, metrics)
+    if cell.config["plan"] or cell.config["aqn"]:
+        lacks = f"{folder} has neither {FILE} nor a plan or AQN in {ORDERS}"
+        raise ShaketableError(f"{lacks}: nothing says that the {'plan' if cell.config['plan'] else 'AQN'} of {cell.arm} acted")
+    how, ended = "a run without a ledger", folder.stat().st_mtime
+    bare = ForeignRun(how, dict(cell.config), {"made": "elsewhere"}, ended, [], proven=False)
+    return _with_scores(bare, cell, scores, metrics)
 
 
 # ---- run records
@@ -162,74 +156,51 @@ def _from_record(folder: Path, cell: Cell) -> ForeignRun:
     if record.head["verb"] not in ("train", "harden", "evaluate") or not finished:
         raise ShaketableError(f"{folder} is no finished run of train, harden or a study")
     config = record.config
-    _same("model", config.get("model"), cell, folder)
-    _same("task", config.get("task"), cell, folder)
-    _same("seed", config.get("seed"), cell, folder)
     plans = [config["plan"]] if config.get("plan") else list(config.get("plans", ()))
-    _same("plan", ";".join(plans) or None, cell, folder)
-    _same("aqn", config.get("aqn"), cell, folder)
-    events = [(e["event"], _body(e)) for e in record.events(*KEPT, "evaluation")]
-    events = [(kind, _renamed(body, cell, folder) if kind == "evaluation" else body) for kind, body in events]
-    sha = hashlib.sha256((folder / FILE).read_bytes()).hexdigest()
-    return ForeignRun(
-        "a run record", config, record.head["environment"], finished[-1]["time"], events, finished[-1]["ledgers"], {FILE: sha}
-    )
-
-
-def _body(event: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in event.items() if key not in ("event", "time")}
-
-
-def _renamed(body: dict[str, Any], cell: Cell, folder: Path) -> dict[str, Any]:
-    """An evaluation with the study's names: conditions are found by their plan."""
-    have = {c["plan"]: c for c in body["conditions"]}
-    wanted = {CLEAN: None, **cell.config["conditions"]}
-    if missing := [name for name, plan in wanted.items() if plan not in have]:
-        raise ShaketableError(f"{folder} was not scored under {missing[0]} ({wanted[missing[0]]}), which the study asks for")
-    return body | {"conditions": [have[plan] | {"name": name} for name, plan in wanted.items()]}
+    had = {name: config.get(name) for name in ("model", "task", "seed")} | {"plan": ";".join(plans) or None}
+    _check_same(had | {"aqn": config.get("aqn")}, cell, folder)
+    events: Events = []
+    for event in record.events(*KEPT, "evaluation"):
+        body = {key: value for key, value in event.items() if key not in ("event", "time")}
+        if event["event"] == "evaluation":  # with the study's names: conditions are found by their plan
+            have, wanted = {c["plan"]: c for c in body["conditions"]}, {CLEAN: None, **cell.config["conditions"]}
+            if missing := [name for name, plan in wanted.items() if plan not in have]:
+                what = f"{missing[0]} ({wanted[missing[0]]})"
+                raise ShaketableError(f"{folder} was not scored under {what}, which the study asks for")
+            body["conditions"] = [have[plan] | {"name": name} for name, plan in wanted.items()]
+        events.append((event["event"], body))
+    ledgers, ended = finished[-1]["ledgers"], finished[-1]["time"]
+    return ForeignRun("a run record", config, record.head["environment"], ended, events, ledgers, {FILE: _sha(folder / FILE)})
 
 
 # ---- verl
 
 
 def _from_verl(folder: Path, cell: Cell) -> ForeignRun:
-    orders = [_instructions(folder / ORDERS, role, body) for role, body in _json(folder / ORDERS).items()]
-    aqn = next((_without_seed(o.aqn) for o in orders if o.aqn), None)
-    clauses = dict.fromkeys(clause for o in orders if o.plan for clause in _without_phases(o.plan))
-    _same("plan", ";".join(clauses) or None, cell, folder)
-    _same("aqn", aqn, cell, folder)
+    orders = []
+    for role, body in _json(folder / ORDERS).items():
+        if not isinstance(body, dict):
+            raise ShaketableError(f"{folder / ORDERS}: {role} must hold an object, not {type(body).__name__}")
+        orders.append(Instructions.from_mapping({key: value for key, value in body.items() if key != "digest"}))
+    # As an arm writes them: verl puts a phase into every clause that has none, and each run's noise has a seed of its own.
+    plans = [in_phases(Plan.parse(order.plan), ()) for order in orders if order.plan]
+    clauses = dict.fromkeys(clause.text() for plan in plans for clause in plan.clauses)
+    noises = [
+        AQN.load(order.aqn).model_copy(update={"seed": AQN.model_fields["seed"].default}) for order in orders if order.aqn
+    ]
+    aqn = noises[0].text() if noises else None
+    _check_same({"plan": ";".join(clauses) or None, "aqn": aqn}, cell, folder)
     ledgers = _ledgers(folder / LEDGER)
     if lost := [what for what, there in (("plan", clauses), ("aqn", aqn)) if there and what not in ledgers]:
         raise ShaketableError(f"{folder / LEDGER} has no ledger of the {lost[0]}: nothing says that it acted")
     rows = read_rows(folder / STEPS)
     if bad := next((number for number, row in rows if not isinstance(row.get("step"), int)), None):
         raise ShaketableError(f"{folder / STEPS}: line {bad} has no step")
-    steps = [("step", {"step": row["step"], **_columns(row)}) for _, row in rows]
+    steps: Events = [("step", {"step": row["step"], **_columns(row)}) for _, row in rows]
     config = cell.config | {"steps": rows[-1][1]["step"]}
     files = {name: _sha(folder / name) for name in (ORDERS, LEDGER, STEPS)}
     ended = (folder / LEDGER).stat().st_mtime
     return ForeignRun("verl", config, {"made": "elsewhere, by verl"}, ended, steps, ledgers, files)
-
-
-def _was_shaken(folder: Path) -> bool:
-    """Whether it is the folder of a verl run under a plan or AQN; one that was only measured has no ledger (`mismatch`)."""
-    return (folder / ORDERS).is_file() and "mismatch" not in _json(folder / ORDERS)
-
-
-def _instructions(path: Path, role: str, body: Any) -> Instructions:
-    if not isinstance(body, dict):
-        raise ShaketableError(f"{path}: {role} must hold an object, not {type(body).__name__}")
-    return Instructions.from_mapping({key: value for key, value in body.items() if key != "digest"})
-
-
-def _without_seed(aqn: str) -> str:
-    """AQN as an arm writes it: the noise of each run has a seed of its own (`shaketable.seed`)."""
-    return AQN.load(aqn).model_copy(update={"seed": AQN.model_fields["seed"].default}).text()
-
-
-def _without_phases(plan: str) -> list[str]:
-    """The clauses as a study writes them: verl puts a phase into every one that has none."""
-    return [clause.text() for clause in in_phases(Plan.parse(plan), ()).clauses]
 
 
 def _ledgers(path: Path) -> dict[str, Any]:
@@ -245,14 +216,6 @@ def _ledgers(path: Path) -> dict[str, Any]:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ShaketableError(f"{path} holds no ledgers that can be read: {type(error).__name__} {error}") from None
     return found
-
-
-def _without_ledger(folder: Path, cell: Cell) -> ForeignRun:
-    if cell.config["plan"] or cell.config["aqn"]:
-        lacks = f"{folder} has neither {FILE} nor a plan or AQN in {ORDERS}"
-        raise ShaketableError(f"{lacks}: nothing says that the {'plan' if cell.config['plan'] else 'AQN'} of {cell.arm} acted")
-    environment = {"made": "elsewhere"}
-    return ForeignRun("a run without a ledger", dict(cell.config), environment, folder.stat().st_mtime, [], proven=False)
 
 
 def _columns(row: Mapping[str, Any]) -> dict[str, float]:
@@ -287,27 +250,21 @@ def _with_scores(run: ForeignRun, cell: Cell, scores: Mapping[str, Path], metric
 def _problems(path: Path) -> dict[str, dict[str, Any]]:
     """Problems by id, in the order of their ids."""
     rows, found = read_rows(path), dict[str, dict[str, Any]]()
-    key = _score_key(path, rows)
+    key = next((name for name in ("correct", "acc", "score") if name in rows[0][1]), None)
+    if key is None:
+        raise ShaketableError(f"{path}: line {rows[0][0]} has no correct, acc or score")
     for number, row in rows:
         value = row.get(key)
-        if isinstance(value, bool | int | float) and 0 <= value <= 1:
-            known = str(row.get("id") or hashlib.sha256(str(row.get("input", "")).encode()).hexdigest()[:16])
-        else:
+        if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
             raise ShaketableError(f"{path}: line {number}: {key} must be a number from 0 to 1, not {value!r}")
         if "id" not in row and "input" not in row:
             raise ShaketableError(f"{path}: line {number} has neither id nor input: nothing says which problem it is")
+        known = str(row.get("id") or hashlib.sha256(str(row.get("input", "")).encode()).hexdigest()[:16])
         if known in found:
             raise ShaketableError(f"{path}: line {number} is the second answer to {known}; one answer a problem is compared")
         text = {name: str(row.get(name) or "") for name in ("input", "output", "gts")}
         found[known] = {**text, "correct": value, "formatted": bool(row.get("formatted", True))}
     return dict(sorted(found.items()))
-
-
-def _score_key(path: Path, rows: Rows) -> str:
-    key = next((name for name in ("correct", "acc", "score") if name in rows[0][1]), None)
-    if key is None:
-        raise ShaketableError(f"{path}: line {rows[0][0]} has no correct, acc or score")
-    return key
 
 
 def _condition(name: str, plan: str | None, table: Mapping[str, dict[str, Any]], run: ForeignRun) -> dict[str, Any]:
@@ -349,10 +306,11 @@ def _measured(run: ForeignRun, metrics: Path | None) -> Events:
 # ---- what all have
 
 
-def _same(what: str, found: Any, cell: Cell, folder: Path) -> None:
+def _check_same(had: Mapping[str, Any], cell: Cell, folder: Path) -> None:
     """Refuse a run that is not what the arm says."""
-    if found != cell.config[what]:
-        raise ShaketableError(f"{folder} had the {what} {found}, and the arm {cell.arm} has {cell.config[what]}")
+    for what, found in had.items():
+        if found != cell.config[what]:
+            raise ShaketableError(f"{folder} had the {what} {found}, and the arm {cell.arm} has {cell.config[what]}")
 
 
 def _json(path: Path) -> dict[str, Any]:

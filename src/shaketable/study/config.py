@@ -69,6 +69,14 @@ class StudyPart(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_are_known(cls, data: object) -> object:
+        for key in data if isinstance(data, Mapping) else ():
+            if key not in cls.model_fields:
+                raise ValueError(f"unknown key {key!r}; {nearest(str(key), cls.model_fields, shown=20)}")
+        return data
+
 
 class Guide(StudyPart):
     """AQN made from a diagnosis of the arm's own plan, as `shaketable guide` makes it."""

@@ -6,14 +6,12 @@ The result is validated as a whole, so that a value set wrongly is refused in th
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from shaketable.errors import ShaketableError, first_problem, nearest
 from shaketable.io.yaml_file import Loader, read_yaml
@@ -53,35 +51,9 @@ def parse_study(data: Mapping[str, Any], name: str = "the study") -> StudyConfig
     try:
         return StudyConfig.model_validate(data)
     except ValidationError as error:
-        raise ShaketableError(f"{name}: {_why(error)}") from None
-
-
-def _why(error: ValidationError) -> str:
-    problems = error.errors(include_url=False)
-    first = next((p for p in problems if p["type"] == "extra_forbidden"), None)
-    if first is None:
-        missing = problems[0]["type"] == "missing"
-        return f"{'.'.join(map(str, problems[0]['loc']))} is missing" if missing else first_problem(error)
-    *above, key = (str(part) for part in first["loc"])
-    where = f"{'.'.join(above)}: " if above else ""
-    return f"{where}unknown key {key!r}; {nearest(key, _fields(above), shown=20)}"
-
-
-def _fields(path: list[str]) -> list[str]:
-    """The keys that the model at a path of the study has."""
-    model: type[BaseModel] = StudyConfig
-    for part in path:
-        if part in model.model_fields:
-            model = _model_in(model.model_fields[part].annotation) or model
-    return list(model.model_fields)
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The pydantic model that a field holds: itself, in a mapping or list, or as one of several."""
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return annotation if issubclass(annotation, BaseModel) else None
-    found = (_model_in(part) for part in typing.get_args(annotation))
-    return next((model for model in found if model is not None), None)
+        first = error.errors(include_url=False)[0]
+        missing = f"{'.'.join(map(str, first['loc']))} is missing" if first["type"] == "missing" else ""
+        raise ShaketableError(f"{name}: {missing or first_problem(error)}") from None
 
 
 def _replace(data: dict[str, Any], text: str) -> None:
@@ -89,10 +61,17 @@ def _replace(data: dict[str, Any], text: str) -> None:
     keys = [key.strip() for key in path.split(".")]
     if not equals or not all(keys):
         raise ShaketableError(f"--set {text}: write a.b=c, e.g. train.steps=200")
+    try:
+        new = yaml.load(value, Loader)
+    except yaml.YAMLError as error:
+        raise ShaketableError(f"--set {text}: the value is not YAML: {error}") from None
     at: Any = data
     for key in keys[:-1]:
-        at = _step(at, key, text)
-    new = _value(value, text)
+        if isinstance(at, dict) and at.get(key) is None:
+            at[key] = {}
+        at = at[_index(at, key, text)] if isinstance(at, list) else at[key]
+        if not isinstance(at, dict | list):
+            raise ShaketableError(f"--set {text}: {key} is {at!r}, and has nothing inside")
     if isinstance(at, list):
         at[_index(at, keys[-1], text)] = new
     elif new is None and len(keys) > 1:
@@ -101,25 +80,7 @@ def _replace(data: dict[str, Any], text: str) -> None:
         at[keys[-1]] = new
 
 
-def _step(at: Any, key: str, text: str) -> Any:
-    if isinstance(at, list):
-        return at[_index(at, key, text)]
-    inner = at.setdefault(key, {})
-    if inner is None:
-        inner = at[key] = {}
-    if not isinstance(inner, dict | list):
-        raise ShaketableError(f"--set {text}: {key} is {inner!r}, and has nothing inside")
-    return inner
-
-
 def _index(at: list[Any], key: str, text: str) -> int:
     if not key.isdigit() or int(key) >= len(at):
         raise ShaketableError(f"--set {text}: {key} is no place in a list of {len(at)}; they are counted from 0")
     return int(key)
-
-
-def _value(text: str, whole: str) -> Any:
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise ShaketableError(f"--set {whole}: the value is not YAML: {error}") from None
