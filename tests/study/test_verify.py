@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from shaketable.cli import app
 from shaketable.models import NANO
-from shaketable.records.chain import link, linked, parted
-from shaketable.records.record import FILE, SEAL, RunRecord
+from shaketable.records.record import FILE, SEAL, RunRecord, link, linked, parted
 from shaketable.study.cells import cells_of
 from shaketable.study.file import load_study
 from shaketable.study.run_cell import do

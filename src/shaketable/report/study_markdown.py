@@ -13,17 +13,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shaketable.report.strips import ProofRow, proof_rows
-from shaketable.report.study_tables import (
-    Table,
-    comparison_table,
-    cost_table,
-    curve_table,
-    recovered_table,
-    run_table,
-    step_tables,
-    strength_table,
-)
+from shaketable.report import study_tables
+from shaketable.report.strips import proof_rows
+from shaketable.report.study_tables import Table
 from shaketable.report.wording import (
     METHOD,
     ROUGHNESS,
@@ -38,7 +30,7 @@ from shaketable.report.wording import (
     place,
     proof_summary,
 )
-from shaketable.study.analysis.results import ArmScore, Findings
+from shaketable.study.analysis.results import Findings
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|#~&$])")
 
@@ -46,23 +38,23 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|#~&$])")
 def markdown(findings: Findings) -> str:
     """The report of a study, or of a single run, as one Markdown text."""
     f = findings.visible()
-    parts = (
-        _verdict,
-        _design,
-        _scores,
-        _comparisons,
-        lambda f: section(recovered_table(f)),
-        lambda f: section(curve_table(f), ROUGHNESS),
-        _at_steps,
-        lambda f: section(strength_table(f)),
-        _diagnoses,
-        _proof,
-        _mechanism,
-        lambda f: section(cost_table(f)),
-        lambda f: section(run_table(f)),
-        _end,
-    )
-    return "\n\n".join(block for part in parts for block in part(f) if block) + "\n"
+    blocks = [
+        *_verdict(f),
+        *_design(f),
+        *_scores(f),
+        *_comparisons(f),
+        *section(study_tables.recovered_table(f)),
+        *section(study_tables.curve_table(f), ROUGHNESS),
+        *_at_steps(f),
+        *section(study_tables.strength_table(f)),
+        *_diagnoses(f),
+        *_proof(f),
+        *_mechanism(f),
+        *section(study_tables.cost_table(f)),
+        *section(study_tables.run_table(f)),
+        *_end(f),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
 
 
 def plain(value: Any) -> str:
@@ -109,15 +101,10 @@ def _design(f: Findings) -> list[str]:
     facts = [f"study {code(s.name)}", f"key {code(s.key)}", f"model {plain(s.model)}", f"task {plain(s.task)}"]
     facts += [counted(s.n, "problem"), counted(len(s.seeds), "seed"), counted(s.steps, "step")]
     pair = f"{plain(p.a)} − {plain(p.b)}, {plain(place(p.condition, p.endpoint))}" if p else ""
-    arms = [
-        [
-            plain(a.name),
-            plain("; ".join([a.description, *a.settings] if a.description else a.settings)),
-            code(a.plan or ""),
-            code(a.aqn or ""),
-        ]
-        for a in f.arms
-    ]
+    arms = []
+    for arm in f.arms:
+        what = "; ".join([arm.description, *arm.settings] if arm.description else arm.settings)
+        arms.append([plain(arm.name), plain(what), code(arm.plan or ""), code(arm.aqn or "")])
     conditions = [[plain(c.name), code(c.plan or "") or "no fault"] for c in s.conditions]
     return [
         "## Design",
@@ -131,16 +118,14 @@ def _design(f: Findings) -> list[str]:
 
 
 def _scores(f: Findings) -> list[str]:
-    rows = [_score(arm.name, s) for arm in f.arms for s in arm.scores]
+    rows = []
+    for arm, s in [(a, score) for a in f.arms for score in a.scores]:
+        mean, low, high, first = (amount(value, s.unit) for value in (s.mean, s.ci_low, s.ci_high, s.first))
+        seeds = ", ".join(amount(p.value, s.unit) for p in s.per_seed) or "–"
+        endpoint = f"{s.endpoint}, {s.unit}".rstrip(", ")
+        rows.append([plain(arm.name), plain(s.condition), plain(endpoint), mean, f"{low} … {high}", seeds, first])
     made = table(("arm", "condition", "endpoint", "mean", "95 % interval", "by seed", "before training"), rows)
     return ["## Scores", made] if made else []
-
-
-def _score(arm: str, s: ArmScore) -> list[str]:
-    seeds = ", ".join(amount(p.value, s.unit) for p in s.per_seed) or "–"
-    values = [amount(getattr(s, key), s.unit) for key in ("mean", "ci_low", "ci_high", "first")]
-    endpoint = f"{s.endpoint}, {s.unit}".rstrip(", ")
-    return [plain(arm), plain(s.condition), plain(endpoint), values[0], f"{values[1]} … {values[2]}", seeds, values[3]]
 
 
 def _comparisons(f: Findings) -> list[str]:
@@ -148,11 +133,11 @@ def _comparisons(f: Findings) -> list[str]:
         return ["## Comparisons", "No comparison could be made."] if f.kind == "study" else []
     found = sorted(f.comparisons, key=lambda c: not c.primary)
     sentences = [f"- {'**primary:** ' if c.primary else ''}{plain(c.sentence)}" for c in found if c.sentence]
-    return [*section(comparison_table(f)), "\n".join(sentences)]
+    return [*section(study_tables.comparison_table(f)), "\n".join(sentences)]
 
 
 def _at_steps(f: Findings) -> list[str]:
-    found = [block for made in step_tables(f) for block in (f"{plain(made.title)}:", *section(made)[1:])]
+    found = [block for made in study_tables.step_tables(f) for block in (f"{plain(made.title)}:", *section(made)[1:])]
     said = "Exploratory; the interval of each step is of that step alone."
     return ["## Difference to the baseline, step by step", said, *found] if found else []
 
@@ -170,34 +155,28 @@ def _diagnoses(f: Findings) -> list[str]:
 
 def _proof(f: Findings) -> list[str]:
     head = ("arm", "verdict", "where", "fault", "site", "asked", "measured", "changed, %", "forward", "backward", "remark")
-    rows = [[plain(arm.name), *_place(row)] for arm in f.arms for row in proof_rows(arm.proof)]
+    rows = []
+    for arm, row in [(a, found) for a in f.arms for found in proof_rows(a.proof)]:
+        texts = [plain(arm.name), f"{row.mark} {plain(row.verdict)}", plain(row.where), code(row.fault), code(row.site)]
+        numbers = [row.asked, row.measured, row.changed, number(row.forward), number(row.backward)]
+        rows.append([*texts, *numbers, plain(row.remark or "")])
     return ["## Proof of injection", table(head, rows) or "No injection was recorded."]
-
-
-def _place(row: ProofRow) -> list[str]:
-    texts = [f"{row.mark} {plain(row.verdict)}", plain(row.where), code(row.fault), code(row.site)]
-    numbers = [row.asked, row.measured, row.changed, number(row.forward), number(row.backward)]
-    return [*texts, *numbers, plain(row.remark or "")]
 
 
 def _mechanism(f: Findings) -> list[str]:
     rows = []
-    for arm in f.arms:
-        for m in arm.mechanism:
-            ends = [_extremes([getattr(row, key) for row in m.layers]) for key in ("grad_norm", "survival", "rms", "kurtosis")]
-            rows.append([plain(arm.name), plain(m.condition), number(m.loss), *ends])
+    for arm, m in [(a, found) for a in f.arms for found in a.mechanism]:
+        seen = [known(getattr(row, key) for row in m.layers) for key in ("grad_norm", "survival", "rms", "kurtosis")]
+        ends = [f"{number(min(values))} … {number(max(values))}" if values else "–" for values in seen]
+        rows.append([plain(arm.name), plain(m.condition), number(m.loss), *ends])
     made = table(("arm", "condition", "loss", "gradient norm", "survival", "RMS", "kurtosis"), rows)
     return ["## Mechanism", "Least and greatest over the layers.", made] if made else []
 
 
-def _extremes(values: Sequence[Any]) -> str:
-    seen = known(values)
-    return f"{number(min(seen))} … {number(max(seen))}" if seen else "–"
-
-
 def _end(f: Findings) -> list[str]:
-    told = [", ".join(f"{plain(k)} {plain(fact(v))}" for k, v in e.facts.items()) for e in f.environments]
-    facts = [f"- {counted(e.runs, 'run')}: {text}" for e, text in zip(f.environments, told, strict=True)]
+    facts = []
+    for e in f.environments:
+        facts.append(f"- {counted(e.runs, 'run')}: " + ", ".join(f"{plain(k)} {plain(fact(v))}" for k, v in e.facts.items()))
     notes, digest = [f"- {plain(note)}" for note in f.notes], f.study.digest
     return [
         *(["## Environment", "\n".join(facts)] if facts else []),

@@ -9,8 +9,7 @@ from typing import Any
 
 from shaketable.errors import ShaketableError
 from shaketable.io.locks import is_held
-from shaketable.records.chain import SCHEMA
-from shaketable.records.record import FILE, SEAL, RunRecord
+from shaketable.records.record import FILE, SCHEMA, SEAL, RunRecord
 from shaketable.study.cells import Cell
 
 Event = dict[str, Any]
