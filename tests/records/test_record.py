@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -43,22 +42,6 @@ def test_the_first_line_says_what_the_run_is(tmp_path):
     assert head["environment"] == {"python": "3"}
     assert head["about"] == {} and len(head.pop("sha")) == 16
     assert RunRecord.open(record.folder, "train").head == head == record.head
-
-
-def test_the_head_says_when_the_run_began_in_which_time_zone(tmp_path):
-    before = datetime.now(UTC)
-    began = datetime.fromisoformat(record_in(tmp_path / "run").head["started"])
-    assert before - timedelta(seconds=1) < began <= datetime.now(UTC)
-
-
-def test_a_run_of_a_study_says_so_in_its_head(tmp_path):
-    about = {"study": "noise", "arm": "aqn", "seed": 3, "key": "ab"}
-    RunRecord.create(tmp_path / "run", "train", {}, {}, about)
-    assert RunRecord.open(tmp_path / "run").head["about"] == about
-
-
-def test_ids_are_unique(tmp_path):
-    assert record_in(tmp_path / "a").head["id"] != record_in(tmp_path / "b").head["id"]
 
 
 def test_every_event_is_appended_and_nothing_before_it_changes(tmp_path):
@@ -291,15 +274,6 @@ def test_text_that_is_no_unicode_comes_back(tmp_path):
     assert RunRecord.open(tmp_path).events("failed")[0]["error"] == "no file \udcff"
 
 
-def test_events_without_a_step_outlive_a_resume(tmp_path):
-    record = record_in(tmp_path)
-    record.append("attempt", number=1, pid=1, engine="local")
-    record.append("step", step=1)
-    record.append("failed", error="…", exit=1)
-    record.resumed(-1)
-    assert [e["event"] for e in record.events()] == ["run", "attempt", "failed", "resumed"]
-
-
 # --- the seal -------------------------------------------------------------------------------------------------------------
 
 
@@ -515,15 +489,6 @@ def test_the_event_that_ended_a_run_is_the_last_of_its_kind_and_one_that_has_not
     assert str(raised.value) == f"the run in {record.folder} is not finished; go on with --resume {record.folder}"
     record.append("finished", score=3)
     assert record.finished()["score"] == 3 == RunRecord.open(record.folder).finished()["score"]
-
-
-def test_events_of_several_kinds_are_found_and_times_are_now(tmp_path):
-    record = record_in(tmp_path / "run")
-    for kind in ("a", "b", "c"):
-        record.append(kind)
-    assert [e["event"] for e in record.events("a", "c")] == ["a", "c"] and len(record.events()) == 4
-    assert abs(record.events("a")[0]["time"] - datetime.now(UTC).timestamp()) < 60
-    assert record.config is not record.head["config"]
 
 
 def test_an_event_without_a_step_is_kept_when_a_run_goes_on(tmp_path):

@@ -15,7 +15,7 @@ from typing import Any
 
 from shaketable.report import study_tables
 from shaketable.report.strips import proof_rows
-from shaketable.report.study_tables import Table
+from shaketable.report.study_tables import StudyTable
 from shaketable.report.wording import (
     METHOD,
     ROUGHNESS,
@@ -70,7 +70,7 @@ def code(value: Any) -> str:
     return f"{ticks}{pad}{text}{pad}{ticks}" if text else ""
 
 
-def section(made: Table, *notes: str) -> list[str]:
+def section(made: StudyTable, *notes: str) -> list[str]:
     """A table of the page with its title, under a few sentences; nothing when it has no rows."""
     rows = [[code(c.link) if c.link else plain(c.text) for c in row] for row in made.rows]
     return [f"## {made.title}", *notes, table([plain(name) for name in made.columns], rows)] if rows else []

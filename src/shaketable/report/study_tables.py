@@ -36,7 +36,7 @@ STATUSES = {"done": "pass", "running": "inconclusive", "partial": "suspect", "mi
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A cell of a table."""
 
     text: str
@@ -55,61 +55,61 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class StudyTable:
     """Columns by name, those of numbers marked, and rows."""
 
     title: str
     columns: dict[str, str]
     """Each with how it is sorted: `text`, `number`, or not at all; `interval` is aligned as numbers are, `code` set as code."""
-    rows: list[list[Cell]]
+    rows: list[list[TableCell]]
     axis: Markup | None = None
     """Under the drawings of the last column."""
 
 
-def comparison_table(f: Findings) -> Table:
+def comparison_table(f: Findings) -> StudyTable:
     """Every comparison with all tests, families of one unit together, the primary comparison first."""
     columns = dict.fromkeys(("comparison", "condition"), "text") | {"difference": "number", "95 % interval": "interval"}
     columns |= dict.fromkeys(("p", "p, Holm", "exact p over seeds"), "number") | {"exact McNemar p by seed": "interval"}
     columns |= {"detectable": "number", "seeds × problems": "interval", "verdict": "text"}
     rows = [_comparison(c) for _, members in families(f.comparisons) for c in members]
-    return Table("Comparisons", columns, rows)
+    return StudyTable("Comparisons", columns, rows)
 
 
-def _comparison(c: ComparisonResult) -> list[Cell]:
+def _comparison(c: ComparisonResult) -> list[TableCell]:
     keys = ("difference", "ci_low", "ci_high", "detectable")
     difference, low, high, least = (signed(getattr(c, key), c.scale, c.unit) for key in keys)
     return [
-        Cell(f"{'◆ ' if c.primary else ''}{c.a} − {c.b}"),
-        Cell(place(c.condition, c.endpoint)),
-        Cell(f"{difference} {c.unit}".strip(), c.difference),
-        Cell(f"{low} … {high}"),
-        *(Cell(chance(p), p) for p in (c.p, c.p_holm, c.p_seeds)),
-        Cell(" · ".join(chance(p) for p in c.mcnemar) or "–"),
-        Cell(least.lstrip("+"), c.detectable),
-        Cell(f"{number(c.seeds)} × {number(c.problems)}"),
-        Cell(c.verdict, state=BADGES[c.verdict][2]),
+        TableCell(f"{'◆ ' if c.primary else ''}{c.a} − {c.b}"),
+        TableCell(place(c.condition, c.endpoint)),
+        TableCell(f"{difference} {c.unit}".strip(), c.difference),
+        TableCell(f"{low} … {high}"),
+        *(TableCell(chance(p), p) for p in (c.p, c.p_holm, c.p_seeds)),
+        TableCell(" · ".join(chance(p) for p in c.mcnemar) or "–"),
+        TableCell(least.lstrip("+"), c.detectable),
+        TableCell(f"{number(c.seeds)} × {number(c.problems)}"),
+        TableCell(c.verdict, state=BADGES[c.verdict][2]),
     ]
 
 
-def recovered_table(f: Findings) -> Table:
+def recovered_table(f: Findings) -> StudyTable:
     """The share of the loss that each arm recovered."""
     rows = [r for r in f.recovered if finite(r.share)]
     drawn = [_as_comparison(r) for r in rows]
     x = axis_of(drawn)
     cells = [
         [
-            Cell(r.arm),
-            Cell(r.condition),
-            Cell(amount(r.taken, "points"), r.taken),
-            Cell(f"{amount(r.before, 'points')} → {amount(r.after, 'points')}"),
-            Cell(f"{amount(r.clean, 'points')} → {amount(r.clean_after, 'points')}"),
-            Cell(share_of(r.share or 0.0, r.interval.low, r.interval.high), r.share, drawing=forest_row(c, x)),
+            TableCell(r.arm),
+            TableCell(r.condition),
+            TableCell(amount(r.taken, "points"), r.taken),
+            TableCell(f"{amount(r.before, 'points')} → {amount(r.after, 'points')}"),
+            TableCell(f"{amount(r.clean, 'points')} → {amount(r.clean_after, 'points')}"),
+            TableCell(share_of(r.share or 0.0, r.interval.low, r.interval.high), r.share, drawing=forest_row(c, x)),
         ]
         for r, c in zip(rows, drawn, strict=True)
     ]
     columns = {"arm": "", "condition": "", "the fault takes": "interval", "before → after": "interval"}
     columns |= {"clean before → after": "interval", "recovered, 95 % interval": "interval"}
-    return Table("Recovered", columns, cells, forest_axis(x, "%"))
+    return StudyTable("Recovered", columns, cells, forest_axis(x, "%"))
 
 
 def _as_comparison(r: RecoveredResult) -> ComparisonResult:
@@ -118,20 +118,20 @@ def _as_comparison(r: RecoveredResult) -> ComparisonResult:
     return ComparisonResult(a="", b="", difference=r.share, ci_low=low, ci_high=high, scale=100, unit="%", verdict=verdict)
 
 
-def curve_table(f: Findings) -> Table:
+def curve_table(f: Findings) -> StudyTable:
     """The ends of every curve, and how rough it is."""
     rows = []
     for arm in f.arms:
         for curve in arm.curves:
             if means := known(p.mean for p in curve.points):
                 values = (means[0], means[-1], curve.roughness)
-                numbers = [Cell(amount(value, unit_of(curve.name)), value) for value in values]
-                rows.append([Cell(arm.name), Cell(curve.name), *numbers])
+                numbers = [TableCell(amount(value, unit_of(curve.name)), value) for value in values]
+                rows.append([TableCell(arm.name), TableCell(curve.name), *numbers])
     columns = {"arm": "text", "curve": "text", "first": "number", "last": "number", "roughness": "number"}
-    return Table("First and last value, and roughness", columns, rows)
+    return StudyTable("First and last value, and roughness", columns, rows)
 
 
-def step_tables(f: Findings) -> list[Table]:
+def step_tables(f: Findings) -> list[StudyTable]:
     """Per curve the differences to the baseline: arms × steps, each with its interval."""
     made = []
     for curve in dict.fromkeys(one.curve for one in f.at_steps):
@@ -140,66 +140,66 @@ def step_tables(f: Findings) -> list[Table]:
         rows = []
         for one in members:
             texts = {p.step: difference_at(p, one.scale, one.unit) for p in one.points}
-            rows.append([Cell(f"{one.a} − {one.b}"), *(Cell(texts.get(step, "–")) for step in steps)])
+            rows.append([TableCell(f"{one.a} − {one.b}"), *(TableCell(texts.get(step, "–")) for step in steps)])
         title = f"{curve}, {members[0].unit}".removesuffix(", ")
-        made.append(Table(title, {"arms": "", **{f"step {number(s)}": "interval" for s in steps}}, rows))
+        made.append(StudyTable(title, {"arms": "", **{f"step {number(s)}": "interval" for s in steps}}, rows))
     return made
 
 
-def strength_table(f: Findings) -> Table:
+def strength_table(f: Findings) -> StudyTable:
     """The numbers of the robustness curves: arms × conditions; an arm that lacks a condition has a dash there."""
     unit = strength_unit(f.robustness)
     heads = {p.condition or p.label: p.label or number(p.x) for r in f.robustness for p in r.points}
     numbers = {arm.name: i for i, arm in reversed(list(enumerate(f.arms)))}
     rows = []
     for r in f.robustness:
-        own = {
-            p.condition or p.label: Cell(f"{amount(p.mean, unit)} ({amount(p.low, unit)} … {amount(p.high, unit)})", p.mean)
-            for p in r.points
-        }
-        rows.append([Cell(r.arm, arm=numbers.get(r.arm)), *(own.get(key, Cell("–")) for key in heads)])
-    return Table("Score by condition", {"arm": "text", **dict.fromkeys(heads.values(), "number")}, rows)
+        own = {}
+        for p in r.points:
+            mean, low, high = (amount(value, unit) for value in (p.mean, p.low, p.high))
+            own[p.condition or p.label] = TableCell(f"{mean} ({low} … {high})", p.mean)
+        rows.append([TableCell(r.arm, arm=numbers.get(r.arm)), *(own.get(key, TableCell("–")) for key in heads)])
+    return StudyTable("Score by condition", {"arm": "text", **dict.fromkeys(heads.values(), "number")}, rows)
 
 
-def cost_table(f: Findings) -> Table:
+def cost_table(f: Findings) -> StudyTable:
     """Seconds per step, and the shares of a step."""
     there = [(i, arm) for i, arm in enumerate(f.arms) if arm.cost.is_known]
     slowest, longest = (_largest(f.arms, key) for key in ("seconds_per_step", "evaluation_seconds"))
     rows = []
     for i, arm in there:
         c = arm.cost
-        shares = [Cell(percent(s), s, bar=s or 0.0) for s in (c.sampling_share, c.injection_share, c.aqn_share)]
-        step = Cell(number(c.seconds_per_step), c.seconds_per_step, bar=(c.seconds_per_step or 0.0) / slowest)
-        score = Cell(duration(c.evaluation_seconds), c.evaluation_seconds, bar=(c.evaluation_seconds or 0.0) / longest)
-        rows.append([Cell(arm.name, arm=i), step, *shares, score])
+        shares = [TableCell(percent(s), s, bar=s or 0.0) for s in (c.sampling_share, c.injection_share, c.aqn_share)]
+        step = TableCell(number(c.seconds_per_step), c.seconds_per_step, bar=(c.seconds_per_step or 0.0) / slowest)
+        score = TableCell(duration(c.evaluation_seconds), c.evaluation_seconds, bar=(c.evaluation_seconds or 0.0) / longest)
+        rows.append([TableCell(arm.name, arm=i), step, *shares, score])
     columns = dict.fromkeys(("seconds per step", "sampling", "injection", "AQN", "evaluation"), "number")
-    return Table("Cost", {"arm": "text", **columns}, rows)
+    return StudyTable("Cost", {"arm": "text", **columns}, rows)
 
 
 def _largest(arms: Sequence[ArmResult], key: str) -> float:
     return max(known(getattr(arm.cost, key) for arm in arms), default=0.0) or 1.0
 
 
-def run_table(f: Findings) -> Table:
+def run_table(f: Findings) -> StudyTable:
     """Every run with its record."""
     columns = {"run": "text", "arm": "text", "seed": "number", "status": "text", "time": "number", "attempts": "number"}
     columns |= {"resumed": "number", "id": "code", "seal": "code", "remarks": ""}
-    return Table("Runs", columns, [_run(run) for run in f.runs])
+    return StudyTable("Runs", columns, [_run(run) for run in f.runs])
 
 
-def _run(run: RunFacts) -> list[Cell]:
+def _run(run: RunFacts) -> list[TableCell]:
     folder = "" if run.status == "missing" else link(run.folder)
     remarks = "; ".join(text for text in [run.error, *run.warnings] if text)
     return [
-        Cell(run.name, link=folder),
-        Cell(run.arm or ""),
-        Cell(number(run.seed), run.seed),
-        Cell(run.status, state=STATUSES.get(run.status, "fail")),
-        Cell(duration(run.seconds), run.seconds),
-        *(Cell(number(value), value) for value in (run.attempts, run.resumed)),
-        Cell(run.id or ""),
-        Cell(run.sha or ""),
-        Cell(remarks, state="fail" if run.error else ""),
+        TableCell(run.name, link=folder),
+        TableCell(run.arm or ""),
+        TableCell(number(run.seed), run.seed),
+        TableCell(run.status, state=STATUSES.get(run.status, "fail")),
+        TableCell(duration(run.seconds), run.seconds),
+        *(TableCell(number(value), value) for value in (run.attempts, run.resumed)),
+        TableCell(run.id or ""),
+        TableCell(run.sha or ""),
+        TableCell(remarks, state="fail" if run.error else ""),
     ]
 
 
