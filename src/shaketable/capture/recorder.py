@@ -1,18 +1,14 @@
 """Records one call of a layer: every operator with its inputs and its output.
 
 Two kinds of operator are recorded. A *leaf* is a module that is one operator by definition (a Linear, an RMSNorm, a SiLU):
-its inputs are taken before all other hooks, its output after them, and nothing inside is recorded, so that it is judged as
-one operator. Everything else is a *function*: torch functions met by a TorchFunctionMode in the
-modules that call them (the rotation, attention, residual additions). A fused attention kernel is one such function. Of a
-function that torch has written in Python and that has no definition here (multi-head attention), those inside are recorded.
+its inputs are taken before all other hooks, its output after them, and nothing inside is recorded. Everything else is a
+*function*: torch functions seen by a TorchFunctionMode in the modules that call them (the rotation, attention, residual
+additions). A fused attention kernel is one such function. Of a function that torch has written in Python and that has no
+definition here (multi-head attention), those inside are recorded.
 
 The recorder also follows every tensor from the operator that made it to the operator that takes it. Where hooks of other code
-change what a module was given or what it returns, there is a *break*, and that module is named. So the identities of a layer
-(attention's output is the output projection's, and so on) hold for any architecture, with nothing to write down per model. A
-changed result of the layer itself counts as the result of its last operator, the residual addition: the other probes judge it.
-
-Rejected: TorchDispatchMode. It sees the same arithmetic cut into aten pieces, so that an RMSNorm with another eps replays
-as correct: the definition has to come from the model's config, and that lives at the level of modules.
+change the input or the result of a module, there is a *break*, and that module is named. A changed result of the layer itself
+counts as the result of its last operator, the residual addition: the other probes judge it.
 """
 
 from __future__ import annotations

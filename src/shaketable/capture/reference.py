@@ -145,21 +145,14 @@ class Reference:
         assert self._files is not None
         return self._files.parameters[name]()
 
-    def own(self, name: str) -> Tensor:
-        """The model's parameter."""
-        tensor: Tensor = self._parameters[name]
-        return tensor
-
-    def is_rounded(self, name: str) -> bool:
-        """Whether the file holds more of a parameter than the model does."""
-        if self.is_trusted(name):
-            return False
-        return not torch.equal(self._file(name).to(self.dtype), self.own(name).detach().cpu().to(self.dtype))
-
-    def lowered(self) -> list[str]:
-        """Parameters that are held in a lower dtype than the model's, such as a norm in bfloat16 in a model of float32."""
-        u = UNIT[self.dtype]
-        return [name for name, p in self._parameters.items() if UNIT.get(p.dtype, u) > u]
+    def lowered(self) -> Iterator[tuple[str, bool]]:
+        """Parameters that are held in a lower dtype than the model's, in words; and whether the file holds more of them."""
+        for name, p in self._parameters.items():
+            if UNIT.get(p.dtype, 0.0) > UNIT[self.dtype]:
+                held, main = (str(dtype).removeprefix("torch.") for dtype in (p.dtype, self.dtype))
+                file = None if self.is_trusted(name) else self._file(name).to(self.dtype)
+                is_rounded = file is not None and not torch.equal(file, p.detach().cpu().to(self.dtype))
+                yield f"{name} is held in {held} in a model of {main}", is_rounded
 
     def near(self, tensor: Tensor) -> Tensor:
         """A tensor of the model on the host, copied once per layer."""

@@ -1,25 +1,18 @@
 """A fingerprint replayed on this device, operator by operator, teacher-forced.
 
-Every layer is called twice. Once with its stored input and nothing else changed: how far the layer as a whole is off. Once
-with every operator held to the file: it reads its stored input, what it makes is kept, and its stored output goes on in its
-place. So each operator is compared on equal inputs, and what lies *between* operators (rotation, attention, the residual
-additions) is computed here from the file's own numbers and compared where it arrives: at the input of the next operator, or
-at the layer's output. An error shows up at the one place that makes it.
+Every layer is called twice: once with its stored input and nothing else changed, and once with every operator held to the file.
+Then an operator reads its stored input, its result is kept, and its stored output goes on in its place. So each operator is
+compared on equal inputs, and what lies *between* operators (rotation, attention, the residual additions) is computed here from
+the file's own numbers and compared at the input of the next operator, or at the layer's output.
 
-Where bits differ, the question is whether the dtype explains it. For an operator each side is judged by the rounding interval
-that the host computes from that side's input. Between operators this device is judged function by function (`replay`); the
-file holds only the end of the chain: it must be bit-equal when the chain consists of IEEE operations, and otherwise, with
-attention in it, within
+Where bits differ, each side is judged by the rounding interval that the host computes from that side's input. Between operators
+this device is judged function by function (`replay`); the file holds only the end of the chain: it must be bit-equal when the
+chain consists of IEEE operations, and otherwise, with attention in it, within
 
     (16u + (1024 + 64·tokens)·2^-24) · max|y| of its token
 
-which allows for the angle of the rotation being off by an ulp at the last position. Where bits agree nothing is judged.
-
-Arguments of a layer besides hidden states come from a forward here: they depend on the tokens and the config alone, which
-`fingerprint` checks; where they do not, a note says so. When the dtype differs from the file's, its tensors are cast, and
-only this device is judged.
-
-The result is the divergence per layer and operator, the first beyond its dtype, and a plan that reproduces it.
+which allows for the angle of the rotation being off by an ulp at the last position. When the dtype differs from the file's, its
+tensors are cast, and only this device is judged.
 """
 
 from __future__ import annotations

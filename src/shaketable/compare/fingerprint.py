@@ -1,24 +1,20 @@
 """A fingerprint: the results of one device for one model, in one safetensors file with which another device is compared.
 
-Stored are the inputs and outputs of every decoder layer and of every operator that is a module (Linear, norms, activations),
-so that the other device can be *teacher-forced*: each operator gets the input that it had here, and an error upstream never
-flags a healthy operator downstream. A free-running comparison drowns in propagated rounding in bfloat16.
+Stored are the inputs and outputs of every decoder layer and of every operator that is a module, so that the other device can be
+*teacher-forced*: each operator gets the input that it had here.
 
     ids
     layer.{i}.input    layer.{i}.output
     layer.{i}.op.{path}.input    layer.{i}.op.{path}.output        second call of a module: {path}#2
     outside.op.{path}.input      outside.op.{path}.output          embeddings, the last norm, the head
 
-An activation inside of stacked experts is left out: its rows are in the order in which the device sorts them. A tensor that
-several names stand for is stored once; the metadata holds the table of names. The head has a hundred thousand channels: it
-is called once more on the last 8 tokens alone, and that call is stored. What else a layer is given (position embeddings,
-masks) depends on the tokens and the config only and is made again where the file is replayed; that this is so is checked with
-a second forward, in which the embeddings are stretched and nothing but hidden states may change.
+An activation inside of stacked experts is left out: its rows are in the order in which the device sorts them. The head is
+called once more on the last 8 tokens alone, and that call is stored. What else a layer is given (position embeddings, masks)
+is made again where the file is replayed; a second forward with stretched embeddings checks that it does not depend on
+hidden states.
 
-The metadata is one JSON text; a sha256 over it and over every tensor is stored beside it.
-
-A file is refused, in one line, when it is no safetensors file (a pickle is named and never opened), when another program or
-another schema wrote it, when a tensor is missing, and when its sha256 is not that of its contents.
+The metadata is one JSON text with the names of tensors that are stored once under several; a sha256 over it and every tensor is
+stored beside it.
 """
 
 from __future__ import annotations

@@ -78,36 +78,27 @@ class ProbedPart:
     logits: list[Tensor] = field(default_factory=list)
     """Logits of plain forwards."""
     evidence: list[Evidence] = field(default_factory=list)
+    index: int | None = field(init=False)
+    """The layer's index; None outside of the layers."""
+    prefix: str = field(init=False)
+    """The layer's path in the model."""
+    module: nn.Module = field(init=False)
+    """The layer, or the model."""
+    others: set[str] = field(init=False)
+    """Paths of modules that are judged as parts of their own."""
     report: LayerReport = field(init=False)
 
     def __post_init__(self) -> None:
+        call = self.call
+        self.index, self.prefix, self.module = (None, "", self.model) if call is None else (call.index, call.name, call.module)
+        self.others = {one.name for one in self.traced.calls} if call is None else set()
         self.report = LayerReport(self.index, self.prefix)
-
-    @property
-    def index(self) -> int | None:
-        """The layer's index; None outside of the layers."""
-        return None if self.call is None else self.call.index
-
-    @property
-    def prefix(self) -> str:
-        """The layer's path in the model."""
-        return "" if self.call is None else self.call.name
-
-    @property
-    def module(self) -> nn.Module:
-        """The layer, or the model."""
-        return self.model if self.call is None else self.call.module
 
     @property
     def layer(self) -> LayerCall:
         """The call, for probes of layers only."""
         assert self.call is not None
         return self.call
-
-    @functools.cached_property
-    def others(self) -> set[str]:
-        """Paths of modules that are judged as parts of their own."""
-        return {call.name for call in self.traced.calls} if self.call is None else set()
 
     @functools.cached_property
     def circuit(self) -> Circuit | str:
@@ -148,17 +139,29 @@ class ProbedPart:
 def weights(part: ProbedPart) -> Finding:
     """The device's weights against the file's, bit for bit; attributes and buffers against those that the config gives."""
     evidence, worst, own = [], 0.0, ""
-    for name in _parameters(part) if part.reference.has_file else ():
+    names = [f"{part.prefix}.{name}".lstrip(".") for name, _ in part.module.named_parameters()]
+    inside = tuple(f"{path}." for path in part.others)
+    for name in names if part.reference.has_file else ():
+        if inside and name.startswith(inside):
+            continue
         got, expected = part.model.get_parameter(name).detach().cpu(), part.reference.weight(name)
-        differs = _bits(got) != _bits(expected)
-        path, _, parameter = name.rpartition(".")
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+        differs = got.contiguous().view(bits) != expected.contiguous().view(bits)
         if not bool(differs.any()):
             continue
+        path, _, parameter = name.rpartition(".")
         if sets_attribute(type(part.model.get_submodule(path)), parameter):
             own = own or f"{name} is not the file's, and its module's own code sets it"
             continue
         worst = max(worst, float(differs.double().mean()))
-        evidence.append(_weight_evidence(name, got, expected, differs, part))
+        rows = (differs.flatten(1).any(1) if differs.dim() > 1 else differs).nonzero().flatten().tolist()
+        examples = [
+            {"index": str(at), "got": float(got[at]), "low": float(expected[at]), "high": float(expected[at])}
+            for at in map(tuple, differs.nonzero()[:EXAMPLES].tolist())
+        ]
+        text = f"{int(differs.sum()):,} of {got.numel():,} values of its {parameter} are not those of the file"
+        op = path.removeprefix(f"{part.prefix}.")
+        evidence.append(Evidence(part.index, op, None, "weights", text, "weight", rows, differs.shape[0], examples))
     wrong = list(part.reference.unlike(part.module, part.prefix, part.others))
     if certain := [one for one in wrong if one.status == "wrong"]:
         first = certain[0]
@@ -168,72 +171,43 @@ def weights(part: ProbedPart) -> Finding:
         return failed(evidence, worst)
     if values := [one for one in wrong if one.status == "own"]:
         where = values[0].path or part.prefix or "the model"
-        return unknown(
-            f"{where}: {values[0].text}; it may be trained, a cache, or rounded otherwise", 1.0, values[0].path or None
-        )
+        text = f"{where}: {values[0].text}; it may be trained, a cache, or rounded otherwise"
+        return unknown(text, 1.0, values[0].path or None)
     if own:
         return unknown(own)
     return passed() if part.reference.has_file else Finding(Result("skipped", reason="no file to compare with"))
-
-
-def _parameters(part: ProbedPart) -> list[str]:
-    inside = tuple(f"{path}." for path in part.others)
-    names = [f"{part.prefix}.{name}".lstrip(".") for name, _ in part.module.named_parameters()]
-    return [name for name in names if not name.startswith(inside)] if inside else names
-
-
-def _weight_evidence(name: str, got: Tensor, expected: Tensor, differs: Tensor, part: ProbedPart) -> Evidence:
-    op, _, own = name.removeprefix(f"{part.prefix}.").rpartition(".")
-    rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
-    lanes: list[int] = rows.nonzero().flatten().tolist()
-    examples: list[dict[str, Any]] = []
-    for place in map(tuple, differs.nonzero()[:EXAMPLES].tolist()):
-        given = float(expected[place])
-        examples.append({"index": str(place), "got": float(got[place]), "low": given, "high": given})
-    text = f"{int(differs.sum()):,} of {got.numel():,} values of its {own} are not those of the file"
-    return Evidence(part.index, op, None, "weights", text, "weight", lanes, differs.shape[0], examples)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    size = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.contiguous().view(size)
 
 
 # ---- the same call again
 
 
 def repeat(part: ProbedPart) -> Finding:
-    """The same call again: every bit must come back."""
+    """The same call again: every bit must come back. The first operator that changes is named."""
     first, second = part.layer.y, main_result(part.recording.output)
     if same(first, second):
         return passed()
+    order, a, b = next((found for _ in range(RETRIES) if (found := _first_change(part)) is not None), (None, first, second))
+    record = None if order is None else part.recording.records[order]
+    path, function = (record.path, record.function) if record else ("", None)
     share = float((first != second).double().mean())
-    order, a, b = _first_change(part, second)
-    path, function = (
-        ("", None) if order is None else (part.recording.records[order].path, part.recording.records[order].function)
-    )
     text = f"{share:.1%} of the layer's results change from call to call"
     if function in BY_DESIGN:
         return unknown(f"{text}: {function} adds in any order, by design", share, path or None)
-    differs = a != b
     after = part.recording.part_before(order) if order is not None and not path else None
-    kind, size = unstable_class(a, b), differs.shape[-1]
-    return failed(
-        [Evidence(part.index, path or None, function, "repeat", text, kind, channels(differs), size, after=after)], share
-    )
+    kind, lanes, size = unstable_class(a, b), channels(a != b), a.shape[-1]
+    return failed([Evidence(part.index, path or None, function, "repeat", text, kind, lanes, size, after=after)], share)
 
 
-def _first_change(part: ProbedPart, y: Tensor) -> tuple[int | None, Tensor, Tensor]:
-    """The first operator whose result differs between two recordings of the same call; a rare fault needs a few calls."""
-    for _ in range(RETRIES):
-        two = record_layer(part.layer, part.reference)
-        for order, (r, s) in enumerate(zip(part.recording.records, two.records, strict=False)):
-            if r.function in WITHOUT_VALUES:
-                continue
-            for a, b in zip(tensors_of(r.output), tensors_of(s.output), strict=False):
-                if a.shape == b.shape and not same(a, b):
-                    return order, a, b
-    return None, part.layer.y, y
+def _first_change(part: ProbedPart) -> tuple[int, Tensor, Tensor] | None:
+    """The first operator whose result differs in another recording of the same call."""
+    again = record_layer(part.layer, part.reference).records
+    for order, (r, s) in enumerate(zip(part.recording.records, again, strict=False)):
+        if r.function in WITHOUT_VALUES:
+            continue
+        for a, b in zip(tensors_of(r.output), tensors_of(s.output), strict=False):
+            if a.shape == b.shape and not same(a, b):
+                return order, a, b
+    return None
 
 
 def repeat_logits(part: ProbedPart) -> Finding:
@@ -331,7 +305,8 @@ def replay(part: ProbedPart) -> Finding:
     quick = part.quick and part.call is not None
     judgement = judge(part.recording, part.reference, part.prefix, part.precision, part.others, quick)
     if part.call is not None:
-        part.take("checksum", _checksum(judgement.checksums, quick))
+        skipped = Finding(Result("skipped", reason="replay judges every product"))
+        part.take("checksum", _checksum(judgement.checksums) if quick else skipped)
     finding = _judged(part, judgement.violations, judgement.unknown, part.recording)
     if finding.result.status == "pass" and part.call is not None:
         _excuse(part)
@@ -339,10 +314,8 @@ def replay(part: ProbedPart) -> Finding:
     return finding
 
 
-def _checksum(scores: dict[str, float], quick: bool) -> Finding:
+def _checksum(scores: dict[str, float]) -> Finding:
     """Sums of products: a screen."""
-    if not quick:
-        return Finding(Result("skipped", reason="replay judges every product"))
     path = max(scores, key=lambda p: scores[p], default=None)
     worst = 0.0 if path is None else scores[path]
     if worst <= 1:
@@ -355,19 +328,14 @@ def _excuse(part: ProbedPart) -> None:
     again, call = part.report.results["repeat"], part.layer
     if again.status != "fail" or call.x.device.type == "cpu":
         return
-    if _beyond(call.y, main_result(part.recording.output), call.x, part.precision) <= 1:
+    kappa, unit = tolerance(part.precision, call.y.dtype)
+    x, y, z = call.x.float(), call.y.float(), main_result(part.recording.output).float()
+    change = (y - x).square().mean(-1, keepdim=True).sqrt()
+    allowed = (kappa * unit * (x.abs() + y.abs() + 4 * change)).clamp_min(1e-30)
+    if not bool(((y - z).abs() > allowed).any()) and bool((y - z).isfinite().all()):
         again.status = "inconclusive"
         again.reason += ", no more than another order of summation explains"
         part.evidence[:] = [e for e in part.evidence if e.probe != "repeat"]
-
-
-def _beyond(a: Tensor, b: Tensor, x: Tensor, precision: Precision) -> float:
-    """The largest difference of two results of one layer, over κ·(u(|x| + |y|) + 4u·rms(y − x))."""
-    kappa, unit = tolerance(precision, a.dtype)
-    y, z, given = a.float(), b.float(), x.float()
-    change = (y - given).square().mean(-1, keepdim=True).sqrt()
-    allowed = kappa * unit * (given.abs() + y.abs() + 4 * change)
-    return float(((y - z).abs() / allowed.clamp_min(1e-30)).nan_to_num(nan=float("inf")).max())
 
 
 def in_use(part: ProbedPart, name: str) -> Finding | None:

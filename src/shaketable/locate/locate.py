@@ -97,7 +97,9 @@ def locate(
         raise ShaketableError(f"unknown mode {mode!r}; valid: {', '.join(MODES)}")
     model = unwrapped(model)
     check_model(model, layers)
-    ids = input_ids if input_ids is not None else token_batch(tokenizer, prompts, min(tokens, _longest(model)))
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    tokens = min(tokens, longest) if isinstance(longest, int) and longest > 1 else tokens
+    ids = input_ids if input_ids is not None else token_batch(tokenizer, prompts, tokens)
     if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] < 2:
         raise ShaketableError(f"input_ids has shape {tuple(ids.shape)}; locate runs one sequence of at least 2 tokens")
     try:
@@ -136,13 +138,6 @@ def _still(model: nn.Module) -> Iterator[None]:
             module.training = True
         for parent, name, child in compiled:
             parent._modules[name] = child
-
-
-def _longest(model: nn.Module) -> int:
-    """Number of tokens that the model has positions for."""
-    config = getattr(model, "config", None)
-    limit = getattr(config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 1 else 1 << 30
 
 
 class Locator:
@@ -189,7 +184,7 @@ class Locator:
         return diagnosis
 
     def _probe(self, ids: Tensor, diagnosis: Diagnosis) -> None:
-        """The loop over layers."""
+        """Trace a forward, probe layer by layer, then what is outside of the layers."""
         total = diagnosis.num_layers
         self.reference.note_deviations(self.model)
         self.tell(0, total, "a plain forward")
@@ -200,7 +195,7 @@ class Locator:
         self.reference.written |= traced.outside.written
         if self.mode in ON_HOST:
             with self._clock("batch"):
-                self._use(ids)
+                self._trace_uses(ids)
         for call in traced.calls:
             with self._clock("repeat"):
                 recording = record_layer(call, self.reference)
@@ -212,10 +207,13 @@ class Locator:
         outside = self.part(traced, traced.outside, None)
         outside.logits = logits
         self._keep(self.judge(outside, OUTSIDE_PROBES), diagnosis)
+
         if statistics := [report.statistics for report in diagnosis.probes if report.statistics is not None]:
             diagnosis.srdd = srdd.srdd_verdict(statistics)
         diagnosis.not_run = self._not_run(diagnosis)
-        diagnosis.device_forwards = self._device_forwards(diagnosis)
+        ran = {n for p in diagnosis.probes for n, r in p.results.items() if r.status not in ("skipped", "inconclusive")}
+        twins, readings = ("twin" in ran) + ("causal" in ran), 2 if statistics else 0
+        diagnosis.device_forwards = 2 + 2 * len(self.uses) + twins + readings  # traced and recorded, wherever they ran
         diagnosis.cost = {name: round(seconds / unit, 3) for name, seconds in self.spent.items()}
         diagnosis.cost_forwards = round(sum(self.spent.values()) / unit, 3)
 
@@ -241,32 +239,29 @@ class Locator:
         diagnosis.foreign += [one for one in unmade(part.recording, part.prefix) if one not in diagnosis.foreign]
         self.reference.forget()
 
-    def _use(self, ids: Tensor) -> None:
+    def _trace_uses(self, ids: Tensor) -> None:
         """Trace a short batch of two, then one more token of both with the cache, if the model has one."""
         length = min(BATCH_TOKENS, ids.shape[1] - 1)
-        pair = torch.cat([ids[:, :length], ids.flip(1)[:, :length]])
-        given = dict(self.arguments or {})
-        takes = inspect.signature(self.model.forward).parameters
+        given, takes = dict(self.arguments or {}), inspect.signature(self.model.forward).parameters
         has_cache = "past_key_values" in takes and "use_cache" in takes
         if has_cache and "past_key_values" in given:
             self.not_used = dict.fromkeys(USES, "the caller gives a cache")
             return
-        batch = self._trace_use("batch", pair, given | ({"use_cache": True} if has_cache else {}))
-        cache = None if batch is None else getattr(batch.answer, "past_key_values", None)
-        if cache is None:
-            self.not_used["decode"] = self.not_used.get("batch", "the model returns no cache")
-            return
-        self._trace_use(
-            "decode", ids[:, length : length + 1].expand(2, 1), given | {"past_key_values": cache, "use_cache": True}
-        )
-
-    def _trace_use(self, name: str, ids: Tensor, arguments: dict[str, Any]) -> Trace | None:
-        """Trace one way to use the model, or note why it cannot be used so."""
+        cached = given | ({"use_cache": True} if has_cache else {})
         try:
-            self.uses[name] = trace(self.model, ids, self.reference, arguments)
+            self.uses["batch"] = trace(self.model, torch.cat([ids, ids.flip(1)])[:, :length], self.reference, cached)
         except (*FAILURES, ShaketableError) as error:
-            self.not_used[name] = failure("the model", error)
-        return self.uses.get(name)
+            self.not_used = dict.fromkeys(USES, failure("the model", error))
+            return
+        cache = getattr(self.uses["batch"].answer, "past_key_values", None)
+        if cache is None:
+            self.not_used["decode"] = "the model returns no cache"
+            return
+        try:
+            token = ids[:, length : length + 1].expand(2, 1)
+            self.uses["decode"] = trace(self.model, token, self.reference, cached | {"past_key_values": cache})
+        except (*FAILURES, ShaketableError) as error:
+            self.not_used["decode"] = failure("the model", error)
 
     def _not_run(self, diagnosis: Diagnosis) -> list[str]:
         """Ways to use the model that were not judged, with the reason where there is one."""
@@ -284,11 +279,6 @@ class Locator:
                 more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
                 found.append(f"{words} (in {reasons[0]}{more})")
         return [*found, *never]
-
-    def _device_forwards(self, diagnosis: Diagnosis) -> int:
-        """One traced and one recorded; where they ran, other uses, a twin, another token, and two of the statistics."""
-        ran = {n for p in diagnosis.probes for n, r in p.results.items() if r.status not in ("skipped", "inconclusive")}
-        return 2 + 2 * len(self.uses) + ("twin" in ran) + ("causal" in ran) + 2 * (diagnosis.srdd is not None)
 
     def _plain_forwards(self, ids: Tensor) -> tuple[list[Tensor], float]:
         """Logits of two plain forwards, and the unit of cost: the faster of them. They are not counted themselves."""
@@ -372,7 +362,7 @@ class Locator:
             found.append(f"classes, attributes and buffers of its modules against the config ({why})")
         unchecked = [one for one in reference.unlike(self.model) if one.status == "unchecked"]
         found += [*reference.unlike_siblings(), *(f"{one.path or 'the model'}: {one.text}" for one in unchecked)]
-        found += [self._lowered(name) for name in reference.lowered() if not reference.is_rounded(name)]
+        found += [text for text, is_rounded in reference.lowered() if not is_rounded]
         if reference.has_file and (own := [n for n, _ in self.model.named_parameters() if reference.is_trusted(n)]):
             found.append(f"{own[0]}, which is not in {reference.source}" + (f", and {len(own) - 1} more" if own[1:] else ""))
         return found
@@ -380,11 +370,7 @@ class Locator:
     def _doubts(self) -> list[str]:
         """Facts that may be wrong, and have no place in the model."""
         doubts = [f"the model's config is not that of {self.reference.source}: {text}" for text in self.reference.other_config]
-        return doubts + [self._lowered(name) for name in self.reference.lowered() if self.reference.is_rounded(name)]
-
-    def _lowered(self, name: str) -> str:
-        held, main = (str(dtype).removeprefix("torch.") for dtype in (self.reference.own(name).dtype, self.reference.dtype))
-        return f"{name} is held in {held} in a model of {main}"
+        return doubts + [text for text, is_rounded in self.reference.lowered() if is_rounded]
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -3,32 +3,19 @@
 A layer is called with the input x of the trace; y is its answer. Values that are not finite are left out everywhere. All is
 computed in float64; a statistic that is not defined (nothing finite, zero spread) is nan.
 
-    gain         std(f(x + e) − y) / std(e), e Gaussian with std 0.1·std(x). A residual layer has about 1, a dead zone about 0.
-    min_gain     the 0.001 quantile of |f(x + b) − y| / b for a constant b = 0.1·std(x): the channels that answer least.
-    kurtosis     m4 / m2² − 3 of y (scipy's default). A saturation cuts the peaks off, so it drops.
-    instability  rms over values of the std over two calls, relative to rms(y). Zero on a deterministic device;
-                 relative noise of scale s on the layer's output gives s.
-    pile_up      share of values equal to the smallest or the largest one. A clamp piles values up there; else about 2/n.
-    distinct     number of different values. Low precision and stuck bits leave few.
+    gain         std(f(x + e) − y) / std(e), e Gaussian with std 0.1·std(x)
+    min_gain     the 0.001 quantile of |f(x + b) − y| / b for a constant b = 0.1·std(x)
+    kurtosis     m4 / m2² − 3 of y (scipy's default)
+    instability  rms over values of the std over two calls, relative to rms(y)
+    pile_up      share of values equal to the smallest or the largest one
+    distinct     number of different values
+    drop_z       z of the change of log(kurtosis + 3) from the layer before, among all layers
 
-Beside them stands drop_z, the z (below) of the change of log(kurtosis + 3) from the layer before: an edge is below −2.
+e and b are taken as they reached the layer, after rounding to its dtype: x' − x. z is robust: (v − median) over
+1.4826·max(MAD, 0.01·|median|, tiny).
 
-e and b are taken as they reached the layer, after rounding to its dtype: x' − x.
-
-`srdd_verdict` is the baseline that locate's verdict is compared with: SRDD by itself. Tests in order, the first that fires
-blames:
-
-    z            (v − median) / (1.4826·max(MAD, 0.01·|median|, tiny)); an edge or outlier has |z| > 2 (published).
-    instability  no layer when all are unstable and none more than 5 times the quietest; else the first layer above 5 times the
-                 quietest whose rise over the layer before has z > 2. (Published: instability > 0.1.)
-    gain         the lowest one, when it is below 0.1, or has z < −2 and is below 0.8 of the median. (Published is z < −2 alone,
-                 which blames layers of a healthy SmolLM2 that have 0.93 of the median.)
-    kurtosis     the sharpest fall of log(kurtosis + 3) from one layer to the next, when z < −2. (Published: log of the excess
-                 kurtosis floored at 1e-4, which jumps on Gaussian outputs.)
-    pile-up      the layer with the largest share, when it is above 10 times the median and z > 2.
-
-The published exclusion of the two first and last layers is dropped, for faults do not keep to the middle. The variance–gain
-theorem and its correction are in docs/locate.md.
+`srdd_verdict` is the baseline that locate's verdict is compared with: SRDD by itself, with thresholds that blame fewer healthy
+layers than the published ones. docs/locate.md says what each number shows, and where it fails.
 """
 
 from __future__ import annotations

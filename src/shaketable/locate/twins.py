@@ -2,24 +2,14 @@
 
 A *space* is a vector of channels that a layer passes on: the residual stream, a norm's output, the queries, the values, the
 hidden channels of the MLP. A *map* is a matrix between two spaces. A *circuit* says which map reads and writes which space. A
-*gauge* gives every space another basis, in which the layer computes the same function:
-
-    stream      x → S·2^k·x with signs S per channel: rows of what writes the stream, columns of what reads it; eps·4^k
-    norm output weight × n, columns of the maps it feeds × 1/n
-    values      rows of v × s, columns of o × 1/s, for every query head of the group
-    up, down    rows of up × s, columns of down × 1/s; the gate has none: SiLU is neither odd nor homogeneous
-    queries     rows of k × s, rows of q × 1/s, both channels of a rotated pair alike
-
-A LayerNorm has a mean: the stream gets one sign for all channels. A norm that multiplies by 1 + weight cannot be scaled
-exactly: its output takes the stream's signs. Queries and keys that pass a norm of their own have lost their size: signs only.
+*gauge* gives every space another basis, in which the layer computes the same function; docs/locate.md has the table.
 
 Signs and powers of two are exact in IEEE arithmetic, so a healthy device must return the same bits, and the tolerance is zero.
 Powers of two are used only where every value of the call and of its twin stays normal, which is checked. Weights are swapped
-inside of the module that is on the device: a copy would have its own memory, and may be given other kernels. Harden chooses a
-gauge in which a faulty device does less harm, and leaves it in the weights.
+inside of the module on the device: a copy would have its own memory, and may be given other kernels.
 
-Only architectures in `WIRINGS` have a circuit; anything else gets a reason instead. Nothing is guessed from names alone: the
-modules of the layer must be exactly those that the wiring explains.
+Only architectures in `WIRINGS` have a circuit; anything else gets a reason instead. The modules of the layer must be exactly
+those that the wiring explains.
 """
 
 from __future__ import annotations

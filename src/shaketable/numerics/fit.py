@@ -16,12 +16,9 @@ of a kernel: φ is what two correct devices may differ by, and no candidate is r
     dead_zone           m = 0 where |c| < t·max|c|        the same; the maximum over tensor, token or block of 32
     saturation          m = c cut at ±t·max|c|            the same
 
-s comes from Fisher scoring, g and b from least squares, both thresholds from a scan over all of their values: sums over the
-sorted values, as shares of the maximum (`part`), give the cost of each at once, so the optimum is global. Each candidate is
-tried on all channels and, where only some channels are wrong, on those alone, at the price of naming them: log C(channels,
-wrong ones). The smallest BIC wins; a prediction must explain half of the error's variance, since a plan injects the prediction
-and not what it leaves over. `noise` (std-scaled) and an absolute ceiling are not among the candidates: on one tensor they are
-the same law as absolute_gaussian and saturation over the tensor.
+Each candidate is tried on all channels and, where only some channels are wrong, on those alone, at the price of naming them:
+log C(channels, wrong ones). The smallest BIC wins; a prediction must explain half of the error's variance, since a plan injects
+the prediction and not what it leaves over.
 """
 
 from __future__ import annotations

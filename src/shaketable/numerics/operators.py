@@ -8,25 +8,19 @@ must agree. *Bounded*: products, sums and transcendental functions, in float64 w
 must be the value that the operator selects; equal values may come in any order, no place twice. *Unknown*: the host runs the
 same function; if the bits agree the device is right, otherwise the operator is inconclusive.
 
-Bounds (ua = 2^-24; u the unit roundoff of the dtype; K the length of a sum):
+Bounds of the larger ones (ua = 2^-24; u the unit roundoff of the dtype; K the length of a sum):
 
     product        δ = ua·s(K)·‖x‖·‖w‖, s(K) = min(K, 5√K + K/16)    (‖x‖·‖w‖ ≥ |x||w|ᵀ: no second matmul)
     softmax        δ = ua·(16 + 2·|x − max| + s(n))·p
     attention      δ = u|o| + (2u + 16ua(4 + ‖q‖·max‖k‖·scale + max|mask|))·(p|v|)     (p may be rounded before it meets v)
-    silu           δ = 20ua·|y|
-    gelu           δ = 12ua·|y| + 8ua·|x|       (1 + erf cancels for negative x)
-    sums           δ = ua·s(n)·Σ|x|
     index_add      δ = 1.5·u·n·Σ|x| for the n > 1 values of a row
     layer_norm     δ = 12ua·(|x − mean|/σ + rms(x)/σ)·|w| + 4ua·|b|
-    rms_norm       12 units of ua for the normalised value, rounded before the weight multiplies or not, 16 after it
     einsum         δ = ua·K·Σ|x||w|, and u·Σ|x||w| for every intermediate result that is rounded
-    conv1d         as a product, over a window
     complex a·b    δ = 2ua·(|ac| + |bd|), 2ua·(|ad| + |bc|): a kernel may contract a product and the sum to one rounding
-    polar          δ = ua·(6·|y| + 4·|r|), as cos and sin times the radius r
 
-Modules are judged by the *reference*: the model's class built anew from its config, so an eps, an activation or a scale that
-was changed on the device is not trusted. The kind of an RMSNorm is not read from its name: its code is run on the host,
-and only a module whose results a formula allows is a leaf. Any other module is recorded function by function.
+Modules are judged by the *reference*, the model's class built anew from its config. The kind of an RMSNorm is not read from its
+name: its code is run on the host, and only a module whose results a formula allows is a leaf. Any other module is recorded
+function by function.
 """
 
 from __future__ import annotations

@@ -79,7 +79,6 @@ def page(diagnosis: dict[str, Any]) -> str:
         tile=tile_width(diagnosis["lanes_of"] or 1),
         bins=BINS,
         strip=lane_strip(diagnosis["lanes"] or [], diagnosis["lanes_of"] or 0),
-        tower=tower(layers, diagnosis),
         curves=_curves(layers, diagnosis),
         statistics=[name for name in STATISTICS if any(name in (row["statistics"] or {}) for row in layers)],
         layers=layers,
@@ -193,32 +192,6 @@ def lane_strip(lanes: Sequence[int], of: int) -> Markup:
 def tile_width(of: int) -> int:
     """The power of two that cuts the channels into at most 16 pieces: hardware faults like to repeat with one."""
     return 1 << max(0, math.ceil(math.log2(of / 16)))
-
-
-def tower(layers: list[dict[str, Any]], diagnosis: dict[str, Any]) -> Markup:
-    """The model as a building on its shake table, layer 0 at the bottom; a floor that is not right is out of line."""
-    pitch = min(150 / max(len(layers), 1), 24)
-    roof = 158 - len(layers) * pitch - 6
-    floors = [_floor(row, 158 - (i + 1) * pitch, pitch, diagnosis) for i, row in enumerate(layers)]
-    broken = diagnosis["verdict"] == "FAULT" and diagnosis["layer"] is None
-    table = Markup('<path class="table{}" d="M8 160H132V166H8ZM8 174.5H132"/>').format(" fail" if broken else "")
-    table += Markup("").join(Markup('<circle class="roller" cx="{}" cy="170.2" r="2.6"/>').format(x) for x in (36, 70, 104))
-    table += Markup('<text x="138" y="168" class="fail">✕</text>') if broken else ""
-    label = f"The model as a building of {len(layers)} floors. {diagnosis['sentence']}"
-    frame = '<svg class="tower" viewBox="0 {:.1f} 176 {:.1f}" role="img" aria-label="{}">{}{}</svg>'
-    return Markup(frame).format(roof, 176 - roof, label, Markup("").join(floors), table)
-
-
-def _floor(row: dict[str, Any], y: float, pitch: float, diagnosis: dict[str, Any]) -> Markup:
-    statuses = {result["status"] for result in row["results"].values()}
-    blamed = diagnosis["verdict"] == "FAULT" and row["layer"] == diagnosis["layer"]
-    status = "fail" if blamed else next((s for s in ("suspect", "inconclusive") if s in statuses), "pass")
-    shift = {"fail": 16, "suspect": 7}.get(status, 0)
-    height = max(pitch - 1.2, pitch * 0.6)
-    body = Markup('<rect class="floor {}" x="{}" y="{:.2f}" width="84" height="{:.2f}"/>').format(status, 28 + shift, y, height)
-    if not blamed:
-        return body
-    return body + Markup('<text x="134" y="{:.1f}" class="fail">✕ {}</text>').format(y + height / 2 + 4, row["layer"])
 
 
 def _curves(layers: list[dict[str, Any]], diagnosis: dict[str, Any]) -> list[dict[str, Any]]:
