@@ -252,34 +252,6 @@ def test_what_is_no_complete_diagnosis_is_refused_in_one_line(diagnosis, words):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"target": "healty"}, "unknown target 'healty'; did you mean 'healthy'"),
-        ({"schedule": "epochaware"}, "unknown schedule 'epochaware'; did you mean 'epoch_aware'"),
-        ({"base_sigma": 0.0}, "base sigma must be a positive number, not 0.0"),
-        ({"base_sigma": -0.1}, "base sigma"),
-        ({"base_sigma": math.nan}, "base sigma"),
-        ({"base_sigma": math.inf}, "base sigma"),
-    ],
-)
-def test_wrong_options_are_refused(options, words):
-    with pytest.raises(ShaketableError, match=words):
-        Guidance.of(plain(), **options)
-
-
-def test_a_mapping_can_be_replaced(tmp_path):
-    (tmp_path / "mine.yaml").write_text(
-        "name: mine\nrules:\n- {field: distinct, when: below, threshold: 10, unit: absolute, factor: 3, why: few values}\n"
-        "- {fault_class: dead_zone, factor: 2, why: dead}\nclamp: {low: 0, high: 1}\nlabels: {high: 4, low: 1}\n"
-    )
-    mine = SigmaMapping.load(tmp_path / "mine.yaml")
-    made = Guidance.of(plain(2, verdict="FAULT", layer=1, fault_class="dead_zone"), base_sigma=0.1, mapping=mine)
-    assert [(x.sigma, x.label) for x in made.layers] == [(0.1 * 3, "BASE"), (0.1 * 3 * 2, "HIGH")]
-    assert made.metadata["mapping"] == "mine"
-    assert SigmaMapping.model_validate(made.to_dict()["mapping"]) == mine
-
-
-@pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("factor: 0.5", "factor: -1", "rules.2.factor: Input should be greater than 0"),

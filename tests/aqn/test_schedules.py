@@ -94,10 +94,6 @@ def test_the_peak_is_the_largest_sigma_wherever_it_is():
     assert rising.peak() == 0.05 == max(rising.sigma(step, 40) for step in range(41))
 
 
-def test_constant():
-    assert {st.Constant(0.02).sigma(step, 7) for step in range(9)} == {0.02}
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.01])
 def test_a_sigma_that_is_no_size_is_refused(bad):
     for make in (lambda: st.GlobalDecay(bad, 0.01), lambda: st.GlobalDecay(0.01, bad), lambda: st.Constant(bad)):

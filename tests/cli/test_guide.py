@@ -152,6 +152,7 @@ HEALTHY = json.dumps(DIAGNOSIS | {"verdict": "HEALTHY", "layer": None, "fault_cl
         (HEALTHY, ("--target", "fault"), "--target fault needs a located layer"),
         (HEALTHY, ("--target", "healthy"), "--target healthy needs a located layer"),
         (HEALTHY, ("--target", "faulty"), "unknown target 'faulty'"),
+        (HEALTHY, ("--schedule", "epochaware"), "unknown schedule 'epochaware'; did you mean 'epoch_aware'"),
         (HEALTHY, ("--base-sigma", "nan"), "base sigma must be a positive number"),
         (HEALTHY, ("--mapping", "absent.yaml"), "cannot read the mapping absent.yaml: No such file"),
         (HEALTHY, ("-o", "absent/a.yaml"), "cannot write absent/a.yaml: its folder does not exist"),

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 import shaketable as st
-from shaketable.errors import ModelError, ShaketableError
+from shaketable.errors import ModelError
 from shaketable.evaluate.score import Condition, Evaluator
 from shaketable.evaluate.tasks import load_task, sample
 from shaketable.models import NANO, load_model, load_skeleton
-from shaketable.records.record import RunRecord, unique_folder
 from shaketable.train.summary import outcome
-from tests.train.training_runs import prepared, trained, weights
+from tests.train.training_runs import trained, weights
 
 TASK = "arithmetic"
 
@@ -66,18 +65,6 @@ def test_03_and_04_sigma_moves_with_the_steps_and_reaches_the_sampler(tmp_path):
     assert [e["sigma"] for e in run.record.events("step")] == pytest.approx([0, 0.5, 0.05**0.5, 0.1], rel=1e-6)
     kl = [e["kl_sampler_trainer"] for e in run.record.events("step")]
     assert kl[0] < 1e-9 < min(kl[1:]), "the sampler has it, the trainer has not"
-
-
-def test_18_run_names_are_never_reused(tmp_path, monkeypatch):
-    monkeypatch.setattr("time.strftime", lambda *_: "20260101-000000")
-    folders = []
-    for _ in range(3):
-        folder = unique_folder(tmp_path, "train-nano-arithmetic")
-        RunRecord.create(folder, "train", {}, {})
-        folders.append(folder.name)
-    assert folders == [f"train-nano-arithmetic-20260101-000000{n}" for n in ("", "-2", "-3")]
-    with pytest.raises(ShaketableError, match="nothing is overwritten"):
-        RunRecord.create(tmp_path / folders[0], "train", {}, {})
 
 
 CONSTANT = """
@@ -144,22 +131,3 @@ def test_an_adapter_without_its_base_or_its_weights_is_one_line(lora, tmp_path):
         place.write_text("{")
         with pytest.raises(ModelError, match="cannot be loaded"):
             load(str(tmp_path))
-
-
-def test_16_a_run_that_ends_before_its_next_score_is_scored_all_the_same(tmp_path):
-    run = trained(tmp_path / "run", eval_every=20, steps=2)
-    assert [e["step"] for e in run.record.events("evaluation")] == [0, 2]
-
-
-def test_21_noise_does_not_accumulate_over_rollouts(tmp_path):
-    training = prepared(tmp_path / "run", aqn="constant:0.3", lr=1e-30, steps=3)
-    seen = []
-    decode = training.trainer._generate_single_turn
-
-    def watched(*args, **kwargs):
-        seen.append(training.policy.model.norm.weight.detach().clone())
-        return decode(*args, **kwargs)
-
-    training.trainer._generate_single_turn = watched
-    training.run()
-    assert len(seen) == 3 and all(torch.equal(w, seen[0]) for w in seen)

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from shaketable.errors import InertError, ShaketableError
+from shaketable.errors import InertError
 from shaketable.evaluate.tasks import load_task
 from shaketable.models import NANO, load_model
 from shaketable.train.checkpoints import sealed
-from shaketable.train.plans import rehearse
 from shaketable.train.run import _training_problems
 from tests.train.training_runs import prepared, small, trained, weights
 
@@ -209,23 +208,6 @@ def test_problems_follow_the_seed_and_come_again_only_when_all_were_there():
     assert not test & set(ids)
     assert [p.id for p in _training_problems(task, config)] == ids
     assert [p.id for p in _training_problems(task, config.model_copy(update={"seed": 1}))] != ids
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"task": "text"}, "no answers to reward"),
-        ({"eval_n": 10**9}, "cannot draw 1000000000 test problems"),
-        ({"plan": "gain:1@layer.8"}, "layers 0-7"),
-        ({"eval_plans": ("gain:1@module.lineer",)}, "did you mean 'linear'"),
-        ({"aqn": "constant:0.1,layers=8"}, "out of range"),
-        ({"aqn": "global_decay:0.05-0.0005,stages=10", "steps": 1}, "σ"),
-        ({"model": "nanno"}, "did you mean 'nano'"),
-    ],
-)
-def test_a_rehearsal_refuses_what_would_stop_the_run(fields, message):
-    with pytest.raises(ShaketableError, match=message):
-        rehearse(small(**fields))
 
 
 @pytest.mark.slow

@@ -40,11 +40,3 @@ def test_a_sample_is_the_same_in_another_process_and_on_another_day():
     other = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     assert other == [p.id for p in sample(Arithmetic(level=2), "test", 4, seed=7)]
     assert other == ["69+84", "34+97", "40-49", "53-74"]
-
-
-def test_reward_prompt_and_description_by_default():
-    task, problem = Numbered(max_new_tokens=5), Problem("1", "Why?", "So.")
-    assert task.prompt(problem, chat=True) == task.prompt(problem, chat=False) == "Why?"
-    assert [task.reward(Score(c, f)) for c in (True, False) for f in (True, False)] == [1.0, 1.0, 0.0, 0.0]
-    assert json.loads(json.dumps(task.describe())) == {"name": "numbered", "max_new_tokens": 5, "size": 1319}
-    assert task.kind == "generate"
