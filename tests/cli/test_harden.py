@@ -58,7 +58,7 @@ def test_killed_it_goes_on_to_the_same_bits(tmp_path):
         (["harden", "nano", "--task", "arithmetic"], "name a model and a --plan"),
         ([*RUN, "--plan", "gain:1@module.nothing"], "nothing"),
         ([*RUN, "--plan", HURTS, "--target", "1.2"], "target"),
-        ([*RUN, "--plan", HURTS, "--stages", "calibrate,polish"], "there is no rung 'polish'"),
+        ([*RUN, "--plan", HURTS, "--stages", "calibrate,polish"], "there is no stage 'polish'"),
         ([*RUN, "--plan", HURTS, "--stages", "regauge,distil"], "regauge is called rescale now"),
         ([*RUN[:2], "--plan", HURTS, "--prompts", "few.txt"], "too few to keep one in five apart"),
         ([*RUN[:2], "--plan", HURTS, "--prompts", "none.txt"], "cannot read none.txt"),

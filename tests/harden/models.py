@@ -1,4 +1,4 @@
-"""Models that the rungs of the ladder are tried on, with sequences for them."""
+"""Models that stages of hardening are tried on, with sequences for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small runs of the ladder on nano."""
+"""Small hardening runs on nano."""
 
 from __future__ import annotations
 

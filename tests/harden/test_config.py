@@ -12,7 +12,7 @@ from tests.harden.small_runs import small
     [
         ({"target": 1.5}, "target: Input should be less than or equal to 1"),
         ({"target": -0.1}, "greater than or equal to 0"),
-        ({"rungs": ("calibrat",)}, "there is no rung 'calibrat'"),
+        ({"rungs": ("calibrat",)}, "there is no stage 'calibrat'"),
         ({"task": None}, "a task or a file of prompts"),
         ({"prompts": "a.txt"}, "one of the two"),
         ({"plans": ()}, "at least one plan"),
@@ -34,7 +34,7 @@ def test_the_old_name_of_rescale_is_read():
     assert small(rungs=["calibrate", "regauge", "distil"]).rungs == ("calibrate", "rescale", "distil")
 
 
-def test_rungs_are_climbed_in_the_order_of_the_ladder():
+def test_stages_have_a_fixed_order():
     assert small(rungs=("distil", "calibrate", "distil")).climbed == ("calibrate", "distil")
 
 

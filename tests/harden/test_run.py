@@ -1,4 +1,4 @@
-"""The ladder: what it climbs, when it stops, what it refuses, and that a kill costs nothing."""
+"""Hardening runs: which stages are done, when they stop, what is refused, and that a kill costs nothing."""
 
 import json
 

@@ -1,1 +1,1 @@
-"""The ladder of `shaketable harden`: repairs, cheapest first, each scored before the next one is tried."""
+"""Repairs of `shaketable harden`, cheapest first, each scored before the next one is tried."""

@@ -13,13 +13,13 @@ from shaketable.errors import nearest
 from shaketable.train.config import RunConfig
 
 RUNGS = ("calibrate", "rescale", "distil", "supervise", "reinforce")
-"""In the order in which they are climbed."""
+"""Stages, in the order in which they are done."""
 TRAINED = ("distil", "supervise")
 """Those that take optimizer steps."""
 
 
 class HardenConfig(RunConfig):
-    """One run of the ladder."""
+    """One hardening run."""
 
     task: str | None = None
     """arithmetic, gsm8k, a .jsonl or .parquet file, or my_tasks.py:Class (its code is run); trains on its train problems,
@@ -76,7 +76,7 @@ class HardenConfig(RunConfig):
             raise ValueError("name a task or a file of prompts, one of the two")
         for rung in self.rungs:
             if rung not in RUNGS:
-                raise ValueError(f"there is no rung {rung!r}; {nearest(rung, RUNGS)}")
+                raise ValueError(f"there is no stage {rung!r}; {nearest(rung, RUNGS)}")
         if self.task is None and (needs := [r for r in ("supervise", "reinforce") if r in self.rungs]):
             raise ValueError(f"{needs[0]} needs a task with answers; prompts have none")
         if self.task is None and self.score == "accuracy":
@@ -93,7 +93,7 @@ class HardenConfig(RunConfig):
 
     @property
     def climbed(self) -> tuple[str, ...]:
-        """The rungs, each once, in the order of the ladder."""
+        """The stages, each once, in their order."""
         return tuple(r for r in RUNGS if r in self.rungs)
 
     @property

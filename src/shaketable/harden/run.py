@@ -70,7 +70,8 @@ class Hardening:
         warmed: dict[str, Any] = {}
         if config.warm_start and self.source.task is not None:
             warmed = {"warm_start": warm_start(self.config, self.source.task, model, self.tokenizer, self.tell)}
-        known = self._same_as_it_began(model)
+        made_of = {"tests": digest(self.source.tests), "weights": weights_hash(model)}
+        known = checkpoints.made_of(record, made_of)
         self.prompts = Prompts(self.source, self.tokenizer, model)
         self.decoder = Decoder.of(model, self.tokenizer, self.source.limit, self.config.temperature)
         self.students = Students(model, self.decoder.pad, self.config.device, self.config.dtype, lora=bool(self.config.lora))
@@ -80,21 +81,13 @@ class Hardening:
         """Ledgers of the plans in training, as far as their injections are closed."""
         self.step = 0
         if not known:
-            record.append("made_of", **self.made_of, batch_size=self.scoring.batch_size, **warmed)
+            record.append("made_of", **made_of, batch_size=self.scoring.batch_size, **warmed)
             record.append("examples", problems=examples(self.source.tests))
 
-    def _same_as_it_began(self, model: Any) -> dict[str, Any] | None:
-        self.made_of = {"tests": digest(self.source.tests), "weights": weights_hash(model)}
-        known = next(iter(self.record.events("made_of")), None)
-        for what, content in self.made_of.items():
-            if known is not None and known.get(what) != content:
-                raise ShaketableError(f"the {what} are not those that the run in {self.record.folder} began with; begin anew")
-        return known
-
-    # ---- the ladder
+    # ---- stages
 
     def run(self, *, resume: bool = False) -> None:
-        """Climb, score, save; everything is in the record."""
+        """Repair, score, save; everything is in the record."""
         saved = self._last_checkpoint() if resume else None
         inside = None if saved is None else checkpoints.content(saved)["inside"]
         if saved is None:
@@ -108,7 +101,7 @@ class Hardening:
             if self._is_reached():
                 break
             try:
-                self._climb(rung, saved if rung == inside else None)
+                self._do(rung, saved if rung == inside else None)
             except torch.OutOfMemoryError as error:
                 hint = (
                     f"--micro-batch {max(1, (self.config.micro_batch or self.config.batch) // 4)}, --checkpointing or --lora 16"
@@ -122,16 +115,16 @@ class Hardening:
         self.record.append("evaluation", step=0, rung=None, conditions=conditions)
         self.tell("evaluation", {"conditions": [short(c) for c in conditions]})
         if self.config.conditions is None:
-            check_worth(conditions, self.scoring.stood)
+            check_worth(conditions, self.scoring.against)
         if self.config.mechanism:
             self.record.append("mechanism", step=0, conditions=self.scoring.mechanism())
 
     def _is_reached(self) -> bool:
-        found = shares(self.before, self.now, self.scoring.stood)
+        found = shares(self.before, self.now, self.scoring.against)
         target = self.config.target
         return target is not None and bool(found) and min(s.share for s in found.values()) >= target
 
-    def _climb(self, rung: str, saved: Path | None) -> None:
+    def _do(self, rung: str, saved: Path | None) -> None:
         start, step = time.perf_counter(), self.step
         state = None if rung in TRAINED else {n: t.detach().cpu().clone() for n, t in self.students.model.state_dict().items()}
         before = flags(self.students.model)
@@ -145,7 +138,7 @@ class Hardening:
             self._undo(state, before)
             conditions, facts["undone"] = self.now, worse
         self.now, self.step = conditions, step + self._length(rung)
-        found = {name: s.to_dict() for name, s in shares(self.before, conditions, self.scoring.stood).items()}
+        found = {name: s.to_dict() for name, s in shares(self.before, conditions, self.scoring.against).items()}
         cost = {"seconds": facts.pop("rung_seconds", seconds), "sequences": facts.pop("sequences", 0)}
         cost["flops_added"] = facts.pop("flops_added", 0.0) if kept else 0.0
         said = {"rung": rung, "kept": kept, "shares": found, "cost": cost, "facts": facts}
@@ -158,11 +151,11 @@ class Hardening:
         return self.config.steps if rung in TRAINED else self.config.reinforce_steps if rung == "reinforce" else 1
 
     def _worse(self, conditions: list[dict[str, Any]]) -> str | None:
-        """Why a rung is to be undone: no closer to the clean model under the plans and no better, or too dear without them."""
+        """Why a stage is to be undone: no closer to the clean model under the plans and no better, or too dear without them."""
         lost = self.before[0]["accuracy"] - conditions[0]["accuracy"]
         if lost > self.config.clean_loss:
             return f"it takes {100 * lost:.1f} points without the fault, more than the {100 * self.config.clean_loss:g} allowed"
-        names = self.scoring.stood or [c["name"] for c in conditions[1:]]
+        names = self.scoring.against or [c["name"] for c in conditions[1:]]
 
         def sums(found: list[dict[str, Any]]) -> tuple[float, float]:
             mine = [c for c in found if c["name"] in names]
@@ -180,10 +173,10 @@ class Hardening:
         set_flags(model, before)
         model.load_state_dict(state)
 
-    # ---- rungs
+    # ---- one stage
 
     def _fold(self, rung: str) -> dict[str, Any]:
-        """A rung without gradients, or the reinforcement, which is a run of its own."""
+        """A stage without gradients, or the reinforcement, which is a run of its own."""
         if rung == "reinforce":
             return reinforce(self.config, self.students, self.tokenizer, self.record.folder, self.tell)
         injections = self._injections()
@@ -289,11 +282,10 @@ class Hardening:
 
     def _last_checkpoint(self) -> Path | None:
         """The newest whole state; the model is put into it."""
-        folder, files = next(reversed(checkpoints.bound(self.record).items()), (None, {}))
+        folder = checkpoints.newest(self.record)
         if folder is None:
             self.record.resumed(-1)
             return None
-        checkpoints.check(folder, files)
         facts = checkpoints.content(folder)
         self.step = facts["base"]
         self.earlier = facts["ledgers"]

@@ -62,7 +62,7 @@ class Scoring:
         self.by_task = source.task is not None and config.score != "agreement"
         self.conditions = conditions_of(config)
         own = {forward_part(text, 0).text() for text in config.plans}
-        self.stood = [c.name for c in self.conditions if c.plan is not None and c.plan.text() in own]
+        self.against = [c.name for c in self.conditions if c.plan is not None and c.plan.text() in own]
         """The conditions whose plan the model is hardened against, by name."""
         self.prompts = [source.tokens(tokenizer, p) for p in source.tests]
         self.decoder = Decoder.of(students.model, tokenizer, source.limit)

@@ -71,6 +71,23 @@ def bound(record: RunRecord) -> dict[Path, dict[str, str]]:
     return {folder: known[step_of(folder)] for folder in sealed(record.folder) if step_of(folder) in known}
 
 
+def newest(record: RunRecord) -> Path | None:
+    """The newest whole checkpoint that a record knows; raises unless it is what was saved."""
+    folder, files = next(reversed(bound(record).items()), (None, {}))
+    if folder is not None:
+        check(folder, files)
+    return folder
+
+
+def made_of(record: RunRecord, now: dict[str, str]) -> dict[str, Any] | None:
+    """What a run is made of, by its record; None for a new one. Refuses other problems or weights than it began with."""
+    known = next(iter(record.events("made_of")), None)
+    for what, content in now.items():
+        if known is not None and known.get(what, content) != content:
+            raise ShaketableError(f"the {what} are not those that the run in {record.folder} began with; begin anew")
+    return known
+
+
 def check(folder: Path, files: dict[str, str]) -> None:
     """Raise unless a checkpoint is what was saved."""
     now = hashes(folder)

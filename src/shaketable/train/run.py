@@ -64,7 +64,9 @@ class Training:
         warmed: dict[str, Any] = {}
         if self.config.warm_start:
             warmed = {"warm_start": warm_start(self.config, self.task, self.model, self.tokenizer, self.tell)}
-        known = self._same_as_it_began()
+        problems, weights = digest([*self.problems, *self.tests]), weights_hash(self.model)
+        made_of = {"problems": problems, "tests": digest(self.tests), "weights": weights}
+        known = checkpoints.made_of(record, made_of)
         self.trainer = self._make_trainer()
         self.policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
         self.policy.eval()
@@ -77,21 +79,11 @@ class Training:
         self.before: dict[str, Any] = {}
         self.trainer.add_callback(Steps(self))
         if not known:
-            record.append("made_of", **self.made_of, batch_size=self.evaluator.batch_size, **warmed)
+            record.append("made_of", **made_of, batch_size=self.evaluator.batch_size, **warmed)
         if not record.events("examples"):
             record.append("examples", problems=examples(self.tests))
 
     # ---- making
-
-    def _same_as_it_began(self) -> dict[str, Any] | None:
-        """What the record says this run is made of; refuses other problems or weights, whose scores could not be compared."""
-        problems, tests = digest([*self.problems, *self.tests]), digest(self.tests)
-        self.made_of = {"problems": problems, "tests": tests, "weights": weights_hash(self.model)}
-        known = next(iter(self.record.events("made_of")), None)
-        for what, content in self.made_of.items():
-            if known is not None and known.get(what, content) != content:
-                raise ShaketableError(f"the {what} are not those that the run in {self.record.folder} began with; begin anew")
-        return known
 
     def _make_trainer(self) -> ShakenGRPO:
         config, out = self.config, self.record.folder
@@ -142,9 +134,8 @@ class Training:
         self._finish()
 
     def _last_checkpoint(self) -> Path | None:
-        folder, files = next(reversed(checkpoints.bound(self.record).items()), (None, {}))
+        folder = checkpoints.newest(self.record)
         if folder is not None:
-            checkpoints.check(folder, files)
             self.before = checkpoints.content(folder)
         self.record.resumed(-1 if folder is None else checkpoints.step_of(folder))
         return folder
