@@ -33,7 +33,7 @@ from shaketable.locate.twins import Circuit, Gauge, Map, circuit_of, free_spaces
 from shaketable.sites.structure import find_layers
 
 ALPHAS = (0.25, 0.5, 0.75, 1.0)
-UNIFORM = (1, -1, 2, -2, 4, -4, 6, -6)
+UNIFORM = (2, -2, 6, -6)
 """Exponents of all channels."""
 FARTHEST = 12
 """No channel moves by more powers of two than this."""
