@@ -70,13 +70,39 @@ class Decoder:
         """
         if not all(prompts):
             raise ShaketableError("a prompt has no tokens: there is nothing to continue")
-        rows = _Rows(self, model, prompts, samples, generator)
+        device = model.get_input_embeddings().weight.device
+        ids, mask = padded(prompts, self.pad, device)
+        count, ends = len(prompts) * samples, torch.tensor(self.ends, dtype=torch.long, device=device)
+        tokens = torch.full((count, self.limit), self.pad, device=device)
+        logprobs = torch.zeros(count, self.limit, device=device)
+        lengths = torch.zeros(count, dtype=torch.long, device=device)
+        alive = torch.arange(count, device=device)
+        places = torch.full((len(prompts),), ids.shape[1], device=device) if mask is None else mask.sum(1)
+        at = {} if mask is None else {"position_ids": positions(mask)}
+        cache: Any = None
         with _unplanned_attention():
-            for _ in range(self.limit):
-                rows.advance()
-                if not len(rows.alive):
-                    break
-        return rows.completions()
+            for step in range(self.limit):
+                masked = {} if mask is None else {"attention_mask": mask}
+                out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **at, **masked)
+                cache, logits = out.past_key_values, out.logits[:, -1]
+                if step == 0 and samples > 1:  # the prompts are read: one row per sample
+                    cache.batch_repeat_interleave(samples)
+                    logits, places = (x.repeat_interleave(samples, 0) for x in (logits, places))
+                    mask = None if mask is None else mask.repeat_interleave(samples, 0)
+                chosen, logprob = self.choose(logits, generator)
+                tokens[alive, step], logprobs[alive, step], lengths[alive] = chosen, logprob, step + 1
+                going_on = ~torch.isin(chosen, ends)
+                if not bool(going_on.all()):  # rows that have ended leave the batch
+                    keep = going_on.nonzero().squeeze(1)
+                    if not len(keep):
+                        break
+                    cache.batch_select_indices(keep)
+                    alive, chosen, places = alive[keep], chosen[keep], places[keep]
+                    mask = None if mask is None else mask[keep]
+                ids, at = chosen.unsqueeze(1), {"position_ids": (places + step).unsqueeze(1)}
+                mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        rows = zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), strict=True)
+        return [Completion(t[:n], p[:n]) for t, p, n in rows]
 
     def choose(self, logits: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """One token per row, and its log-probability under the distribution it was drawn from."""
@@ -103,80 +129,6 @@ def _unplanned_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(was)
-
-
-class _Rows:
-    """The rows that are still being written."""
-
-    def __init__(
-        self, decoder: Decoder, model: Any, prompts: Sequence[Sequence[int]], samples: int, generator: torch.Generator | None
-    ) -> None:
-        self.decoder, self.model, self.generator, self.samples = decoder, model, generator, samples
-        self.device = model.get_input_embeddings().weight.device
-        self.ids, self.mask = padded(prompts, decoder.pad, self.device)
-        count = len(prompts) * samples
-        self.alive = torch.arange(count, device=self.device)
-        self.next = self.ids.shape[1] if self.mask is None else self.mask.sum(1)
-        self.cache: Any = None
-        self.tokens = torch.full((count, decoder.limit), decoder.pad, device=self.device)
-        self.logprobs = torch.zeros(count, decoder.limit, device=self.device)
-        self.lengths = torch.zeros(count, dtype=torch.long, device=self.device)
-        self.step = 0
-        self.ends = torch.tensor(decoder.ends, dtype=torch.long, device=self.device)
-
-    def advance(self) -> None:
-        """One forward, one token for every row that has not ended."""
-        logits = self._forward()
-        if self.step == 0 and self.samples > 1:
-            logits = self._branch(logits)
-        tokens, logprobs = self.decoder.choose(logits, self.generator)
-        self.tokens[self.alive, self.step] = tokens
-        self.logprobs[self.alive, self.step] = logprobs
-        self.step += 1
-        self.lengths[self.alive] = self.step
-        self.ids = tokens.unsqueeze(1)
-        if self.mask is not None:
-            self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
-        self._retire(~torch.isin(tokens, self.ends))
-
-    def _forward(self) -> Tensor:
-        if self.step == 0:
-            masked = {} if self.mask is None else {"attention_mask": self.mask, "position_ids": positions(self.mask)}
-        else:
-            place = self.next + self.step - 1
-            places = place.unsqueeze(1) if isinstance(place, Tensor) else self.ids.new_full((len(self.ids), 1), place)
-            masked = {"position_ids": places} if self.mask is None else {"attention_mask": self.mask, "position_ids": places}
-        out = self.model(input_ids=self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **masked)
-        self.cache = out.past_key_values
-        logits: Tensor = out.logits[:, -1]
-        return logits
-
-    def _branch(self, logits: Tensor) -> Tensor:
-        """After the prompt was read: one row per sample."""
-        self.cache.batch_repeat_interleave(self.samples)
-        if self.mask is not None:
-            self.mask = self.mask.repeat_interleave(self.samples, 0)
-        if isinstance(self.next, Tensor):
-            self.next = self.next.repeat_interleave(self.samples, 0)
-        return logits.repeat_interleave(self.samples, 0)
-
-    def _retire(self, going_on: Tensor) -> None:
-        """Take ended rows out of the batch."""
-        if bool(going_on.all()):
-            return
-        keep = going_on.nonzero().squeeze(1)
-        self.alive, self.ids = self.alive[keep], self.ids[keep]
-        self.mask = None if self.mask is None else self.mask[keep]
-        if isinstance(self.next, Tensor):
-            self.next = self.next[keep]
-        if len(keep):
-            self.cache.batch_select_indices(keep)
-
-    def completions(self) -> list[Completion]:
-        """Completed rows without padding."""
-        rows = zip(self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist(), strict=True)
-
-        return [Completion(t[:n], p[:n]) for t, p, n in rows]
 
 
 def chat_tokens(tokenizer: Any, text: str) -> list[int]:
