@@ -44,11 +44,6 @@ def test_keys_that_somebody_read_leave_the_programs_own_exit():
     assert run_with_keys([sys.executable, "-c", f"{READS}; raise SystemExit(7)"], ["shaketable.plan"]) == 7
 
 
-def test_keys_that_nobody_read_are_an_error(capfd):
-    assert run_with_keys([sys.executable, "-c", "pass"], ["shaketable.plan"]) == 3
-    assert "nothing was injected: no process of this command has read shaketable.plan" in capfd.readouterr().err
-
-
 def test_verl_is_given_the_plugin_whatever_its_settings_are(monkeypatch, capfd):
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine")
     run_with_keys([sys.executable, "-c", "import os; print(os.environ['VERL_USE_EXTERNAL_MODULES'])"], ["shaketable.plan"])

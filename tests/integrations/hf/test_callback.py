@@ -163,6 +163,13 @@ def test_a_killed_training_leaves_its_ledger_and_a_resumed_one_ends_in_that_of_a
     assert (resumed["forward"], resumed["backward"]) == (whole["forward"], whole["backward"])
 
 
+class Failing(TrainerCallback):
+    """Raises between two steps."""
+
+    def on_step_end(self, *_, **more):
+        raise ZeroDivisionError
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_a_script_that_fails_raises_its_own_error_and_keeps_a_clean_model(tmp_path, error, capsys):
@@ -181,15 +188,10 @@ def test_a_script_that_fails_raises_its_own_error_and_keeps_a_clean_model(tmp_pa
 
 
 @pytest.mark.slow
-def test_an_error_between_steps_leaves_a_clean_model(tmp_path):
-    from transformers import TrainerCallback
-
-    class Failing(TrainerCallback):
-        def on_step_end(self, *_, **more):
-            raise ZeroDivisionError
-
-    model = llama()
-    trainer = sft(tmp_path, model, ShaketableCallback(plan=PLAN))
+@pytest.mark.parametrize("stays", [True, False])
+def test_an_error_between_steps_leaves_a_clean_model_and_the_next_training_is_shaken_as_asked(tmp_path, stays):
+    model, callback = llama(), ShaketableCallback(plan=PLAN)
+    trainer = sft(tmp_path, model, callback)
     trainer.add_callback(Failing())
     with pytest.raises(ZeroDivisionError):
         trainer.train()
@@ -197,29 +199,12 @@ def test_an_error_between_steps_leaves_a_clean_model(tmp_path):
     clean.load_state_dict(model.state_dict())
     assert torch.equal(logits(model), logits(clean))
     trainer.pop_callback(Failing)
-    trainer.train()
-    assert trainer.callback_handler.callbacks[0].merged.forward == 3 * 14, "and the next training is shaken once"
-
-
-@pytest.mark.slow
-def test_a_training_that_failed_between_steps_does_not_shake_the_next_one_which_has_no_callback(tmp_path):
-    from transformers import TrainerCallback
-
-    class Failing(TrainerCallback):
-        def on_step_end(self, *_, **more):
-            raise ZeroDivisionError
-
-    callback = ShaketableCallback(plan=PLAN)
-    trainer = sft(tmp_path, llama(), callback)
-    trainer.add_callback(Failing())
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
+    if not stays:
+        trainer.remove_callback(callback)
     before = callback.injection.ledger.forward
-    trainer.pop_callback(Failing)
-    trainer.remove_callback(callback)
     trainer.train()
-    assert callback.injection.ledger.forward == before > 0
     assert "training_step" not in trainer.__dict__
+    assert callback.merged.forward == 3 * 14 if stays else callback.injection.ledger.forward == before > 0
 
 
 def test_a_ledger_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
@@ -238,7 +223,6 @@ def test_a_plan_that_did_nothing_is_an_error_at_the_end(tmp_path, plan):
 
 def steps_until_it_raises(make, folder, plan=None, aqn=None, **more):
     """How many steps of three began, and what was raised; nothing is left on the model then."""
-    from transformers import TrainerCallback
 
     class Steps(TrainerCallback):
         begun = 0
@@ -304,8 +288,6 @@ def test_what_cannot_work_is_refused_before_the_first_step(tmp_path):
 
 
 def test_other_callbacks_report_what_we_log(tmp_path):
-    from transformers import TrainerCallback
-
     rows = []
 
     class Reporter(TrainerCallback):

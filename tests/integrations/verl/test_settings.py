@@ -12,7 +12,6 @@ from shaketable.errors import ShaketableError
 from shaketable.integrations.verl.checks import check_model
 from shaketable.integrations.verl.settings import OBSERVER, Shaking, keep_record, refuse_pinned, shaking_of
 from shaketable.models import NANO
-from tests import ROOT
 
 NOISE = "relative_gaussian:0.05@op.matmul"
 EPOCHS = "epoch_aware:0.05-0.01+0.01-0.0005"
@@ -281,18 +280,6 @@ def test_a_config_that_another_driver_pinned_is_refused(tmp_path):
     refuse_pinned(again, {made.ledger})
     with pytest.raises(ShaketableError, match=r"shaketable.resolved was written by another run"):
         refuse_pinned(again, set())
-
-
-def test_the_defaults_of_the_example_fit_together():
-    """verl cuts what a GPU has of a mini-batch into micro-batches, and asserts that nothing is left over."""
-    script = ROOT / "examples" / "verl" / "grpo.sh"
-    found = {name: int(value) for name, value in re.findall(r"\$\{(\w+):-(\d+)\}", script.read_text())}
-    assert found["GPUS"] == 8
-    for gpus in (1, 2, 4, 8):
-        assert found["BATCH"] % found["MINI"] == 0
-        for prompts in (found["MINI"], found["BATCH"]):
-            assert prompts * found["GROUP"] % gpus == 0
-            assert prompts * found["GROUP"] // gpus % found["MICRO"] == 0
 
 
 @pytest.mark.parametrize(

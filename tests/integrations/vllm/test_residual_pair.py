@@ -6,7 +6,6 @@ from torch import nn
 
 import shaketable as st
 from shaketable.inject.injection import Injection
-from shaketable.integrations.vllm import residual_pair
 from shaketable.plan import Plan
 
 
@@ -139,10 +138,3 @@ def test_two_clauses_act_on_the_sum_one_after_the_other():
     with st.inject(model, "gain:1@module.block;systematic_bias:1@module.block") as ledger:
         found = block(POSITIONS, H, R)
     assert torch.equal(found[0], 2 * (H + R) + 1) and [site.forward for site in ledger.sites] == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("module", "carries"), [(engine(Layer), True), (engine(FusedNorm), True), (Layer(), False), (engine(nn.Identity), False)]
-)
-def test_modules_of_an_engine_that_take_a_residual_carry_a_pair(module, carries):
-    assert residual_pair.carries_pair(module) is carries
