@@ -86,6 +86,10 @@ def test_one_row_that_is_scaled_is_named_as_one_row():
     assert (found.kind, found.says) == ("scaled", "has one row that is not the trainer's: row 7 is multiplied by 1.5")
 
 
+def test_a_small_step_of_training_is_no_multiplication_by_1():
+    assert kind_of(WEIGHT * (1 + 5e-6)) == "stale"
+
+
 def test_two_experts_that_were_swapped():
     experts = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(3))
     found = compare({"w": experts}, [("w", experts[[0, 2, 1, 3]])], torch.float32).differing[0]

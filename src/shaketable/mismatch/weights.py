@@ -32,6 +32,8 @@ GROUPS = (32, 64, 128)
 ROWS = 64
 ALL = 0.99
 """Share of equal values from which a format is recognised: scales were rounded too."""
+STEP = 1e-4
+"""A weight multiplied by a factor this close to 1 is one of another training step: one update moves it by as much."""
 ROUNDED = 0.9
 """Share of equal values from which one is called the other's rounding: float16 was rounded itself, and ties go either way."""
 Parameters = Mapping[str, Tensor]
@@ -188,7 +190,7 @@ class _Pair:
             if (name := _format(source, y, wrong, torch.finfo(self.got.dtype).eps)) is not None:
                 return "quantized", f"was quantized to {name}"
         ratio = y[wrong & (x != 0)] / x[wrong & (x != 0)]
-        near = 4 * torch.finfo(self.dtype).eps
+        near = max(4 * torch.finfo(self.dtype).eps, STEP)
         factor = float(ratio.mean()) if ratio.numel() else 1.0
         if abs(factor - 1) > near and float(ratio.std(unbiased=False)) < near * abs(factor):
             return "scaled", f"{_where(wrong)}is multiplied by {factor:.6g}"
