@@ -61,7 +61,9 @@ def measure_floor(
             return None
         d = differences(two, one)
         found, wrong, most = distance(d), "", 0
-        if rounding is not None:
+        if any(np.isnan(x).any() for x in [*one, *two]):
+            wrong = f"the {name} gives log-probabilities that are not numbers (NaN)"
+        elif rounding is not None:
             if (judged := rounding.judge(d, raw=True)).too_large:
                 wrong = f"the {name} {DEPENDS.get(variant, f'computes otherwise with {variant}')}: {judged.says}"
             most = int(np.argmax([np.mean(np.abs(x) / s) for x, s in zip(d, rounding.raw, strict=True)]))

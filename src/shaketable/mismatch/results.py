@@ -6,6 +6,7 @@ JSON holds each field and each property under its own name (`as_json`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -16,14 +17,16 @@ MEAN, LARGEST = 1.5, 10.0
 
 
 def as_json(value: Any) -> Any:
-    """A result as JSON writes it."""
+    """A result as JSON writes it, with null for a number that is not finite."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in dataclasses.fields(value)]
         names += [n for kind in type(value).__mro__ for n, v in vars(kind).items() if isinstance(v, property | cached_property)]
         return {name: as_json(getattr(value, name)) for name in names}
     if isinstance(value, dict):
         return {str(key): as_json(one) for key, one in value.items()}
-    return [as_json(one) for one in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [as_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)

@@ -71,24 +71,28 @@ def _rollout(line: dict[str, Any], where: str) -> Rollout:
     if isinstance(outputs := line.get("outputs"), list) and outputs and isinstance(outputs[0], dict):
         line = line | outputs[0]  # a request of vLLM's: its first completion
     prompt, completion, logprobs = (_field(line, names, where) for names in (PROMPT, COMPLETION, LOGPROBS))
-    prompt, completion = _ids(prompt, where, "prompt"), _ids(completion, where, "completion")
-    told = _own_logprobs(logprobs, line.get("logprob_token_ids"), completion, where)
-    if len(told) != len(completion):
-        raise ShaketableError(f"{where}: {len(told)} log-probabilities for {len(completion)} tokens of the completion")
-    kept = _mask(line, "completion_mask", "response_mask", len(completion), where)
+    for what, ids in (("prompt", prompt), ("completion", completion)):
+        if (bad := next((x for x in ids if not isinstance(x, int) or isinstance(x, bool)), None)) is not None:
+            raise ShaketableError(f"{where}: {bad!r} in the {what} is no token id")
+    if len(logprobs) != len(completion):
+        raise ShaketableError(f"{where}: {len(logprobs)} log-probabilities for {len(completion)} tokens of the completion")
+    candidates = line.get("logprob_token_ids") or [None] * len(completion)
+    own = [
+        _own_logprob(value, token, ids, f"{where}: token {i}")
+        for i, (value, token, ids) in enumerate(zip(logprobs, completion, candidates, strict=False))
+    ]
+    kept = line.get("completion_mask") if line.get("completion_mask") is not None else line.get("response_mask")
     whole = line.get("attention_mask")
-    start = line.get("prompt_mask") if whole is None else whole[: len(prompt)]
-    prompt = _masked(prompt, start, where)
-    finish = "stop" if line.get("finish") == "stop" else "length"
-    return Rollout(prompt, _masked(completion, kept, where), _masked(told, kept, where), finish)  # type: ignore[arg-type]
+    prompt = _masked(prompt, line.get("prompt_mask") if whole is None else whole[: len(prompt)], "prompt", where)
+    completion, own = (_masked(values, kept, "completion", where) for values in (completion, own))
+    return Rollout(prompt, completion, own, "stop" if line.get("finish") == "stop" else "length")
 
 
 def _from_whole_sequence(line: dict[str, Any], where: str) -> dict[str, Any]:
     """A row of NeMo-RL's: tokens, mask and log-probabilities of prompt and completion together, each in a list of one."""
     names = ("token_ids", "token_loss_mask", "generation_logprobs")
-    rows = {name: _field(line, (name,), where) for name in names}
-    rows = {name: row[0] if len(row) == 1 and isinstance(row[0], list) else row for name, row in rows.items()}
-    tokens, mask, logprobs = (rows[name] for name in names)
+    rows = [_field(line, (name,), where) for name in names]
+    tokens, mask, logprobs = (row[0] if len(row) == 1 and isinstance(row[0], list) else row for row in rows)
     if not len(tokens) == len(mask) == len(logprobs):
         raise ShaketableError(f"{where}: {', '.join(names)} are not of one length")
     start = next((i for i, m in enumerate(line.get("attention_mask") or []) if m), 0)
@@ -98,63 +102,39 @@ def _from_whole_sequence(line: dict[str, Any], where: str) -> dict[str, Any]:
     return row | {"logprobs": logprobs[part]}
 
 
-def _field(line: dict[str, Any], names: Sequence[str], where: str) -> Any:
-    name = next((n for n in names if line.get(n) is not None), None)
-    if name is None or isinstance(line[name], str) or not isinstance(line[name], list):
-        texts = [n for n in ("input", "output", "prompt", "completion") if isinstance(line.get(n), str)]
-        what = f"holds text ({', '.join(texts)})" if texts else f"has no list {' or '.join(names)}"
-        raise ShaketableError(f"{where} {what}; {WANTED}")
-    return line[name]
+def _field(line: dict[str, Any], names: Sequence[str], where: str) -> list[Any]:
+    found = next((line[name] for name in names if line.get(name) is not None), None)
+    if isinstance(found, list):
+        return found
+    texts = [n for n in ("input", "output", "prompt", "completion") if isinstance(line.get(n), str)]
+    what = f"holds text ({', '.join(texts)})" if texts else f"has no list {' or '.join(names)}"
+    raise ShaketableError(f"{where} {what}; {WANTED}")
 
 
-def _ids(values: list[Any], where: str, what: str) -> list[int]:
-    for value in values:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ShaketableError(f"{where}: {value!r} in the {what} is no token id")
-    return list(values)
+def _own_logprob(value: Any, token: int, candidates: list[int] | None, where: str) -> float:
+    """The number of a token; where there are those of candidates, by token or beside their ids, its own."""
+    own = value
+    if isinstance(value, dict):
+        own = value.get(str(token))
+        own = own.get("logprob") if isinstance(own, dict) else own
+    elif isinstance(value, list):
+        own = dict(zip([token] if candidates is None else candidates, value, strict=False)).get(token)
+    if own is None and isinstance(value, dict | list):
+        raise ShaketableError(f"{where} has candidates, and it is not among them")
+    if not isinstance(own, int | float) or isinstance(own, bool):
+        raise ShaketableError(f"{where}: {own!r} is no log-probability")
+    return float(own)
 
 
-def _own_logprobs(values: list[Any], tokens: Any, completion: list[int], where: str) -> list[float]:
-    """One number for each token; of a list of candidates, that of the token itself."""
-    found = []
-    for i, value in enumerate(values):
-        own = value
-        if isinstance(value, dict):
-            own = value.get(str(completion[i])) if i < len(completion) else None
-            own = own.get("logprob") if isinstance(own, dict) else own
-            if own is None:
-                raise ShaketableError(f"{where}: token {i} has candidates, and it is not among them")
-        elif isinstance(value, list):
-            names = (
-                tokens[i] if isinstance(tokens, list) and i < len(tokens) else [completion[i]] if i < len(completion) else []
-            )
-            place = names.index(completion[i]) if i < len(completion) and completion[i] in names else None
-            if place is None or place >= len(value):
-                raise ShaketableError(f"{where}: token {i} has candidates, and it is not among them")
-            own = value[place]
-        if not isinstance(own, int | float) or isinstance(own, bool):
-            raise ShaketableError(f"{where}: {own!r} is no log-probability")
-        found.append(float(own))
-    return found
-
-
-def _mask(line: dict[str, Any], one: str, two: str, length: int, where: str) -> Any:
-    found = line.get(one) if line.get(one) is not None else line.get(two)
-    if found is not None and (not isinstance(found, list) or len(found) != length):
-        raise ShaketableError(f"{where}: the mask of the completion is not as long as the completion")
-    return found
-
-
-def _masked(values: list[Any], mask: Any, where: str) -> list[Any]:
+def _masked(values: list[Any], mask: Any, what: str, where: str) -> list[Any]:
     if mask is None:
         return values
     if not isinstance(mask, list) or len(mask) != len(values):
-        raise ShaketableError(f"{where}: the mask of the prompt is not as long as the prompt")
-    kept = [bool(m) for m in mask]
-    inside = [i for i, m in enumerate(kept) if m]
-    if inside and not all(kept[inside[0] : inside[-1] + 1]):
+        raise ShaketableError(f"{where}: the mask of the {what} is not as long as the {what}")
+    inside = [i for i, m in enumerate(mask) if m]
+    if inside and inside != list(range(inside[0], inside[-1] + 1)):
         raise ShaketableError(f"{where}: the mask has holes; turns of a tool cannot be compared as one completion")
-    return [v for v, m in zip(values, kept, strict=True) if m]
+    return [values[i] for i in inside]
 
 
 def write_rollouts(rollouts: Sequence[Rollout]) -> str:

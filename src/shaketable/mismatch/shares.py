@@ -215,7 +215,8 @@ class ShareMeter:
 def _kl(a: Tensor, b: Tensor) -> np.ndarray:
     """KL(a‖b) of each token, over the whole vocabulary, in float64."""
     p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
-    found: np.ndarray = (p.exp() * (p - q)).sum(-1).clamp_min(0).numpy()
+    terms = torch.where(p == -torch.inf, 0.0, p.exp() * (p - q))  # a token that neither side allows
+    found: np.ndarray = terms.sum(-1).clamp_min(0).numpy()
     return found
 
 

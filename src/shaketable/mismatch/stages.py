@@ -28,7 +28,7 @@ import torch
 from shaketable.capture.decoder import PHASES, Phase, record_batch
 from shaketable.errors import ShaketableError, UnavailableError
 from shaketable.mismatch.engine import EngineError, OperatorRecord, Rollout, RolloutEngine, Sampling
-from shaketable.mismatch.floor import measure_floor
+from shaketable.mismatch.floor import Logprobs, measure_floor
 from shaketable.mismatch.gap import measure_gap
 from shaketable.mismatch.logprobs import read
 from shaketable.mismatch.operators import Judge, layers_of
@@ -68,103 +68,185 @@ class Question:
 
 def run_stages(question: Question, progress: Progress = lambda text, done=None: None) -> Mismatch:
     """Run every stage and conclude."""
-    trainer, engine, sampling = question.trainer, question.engine, question.sampling
-    rollouts = check(question.rollouts, trainer)
-    question = replace(question, rollouts=rollouts)
-    progress("trainer reads the rollouts", 0.0)
-    kept: list[torch.Tensor] = []
-    reading = read(keep_examined(trainer.logits(rollouts), rollouts, kept), rollouts, sampling)
-    progress("rounding", 0.05)
-    dtype = torch.bfloat16 if engine is None else engine.dtype  # a file does not say; most engines compute in it
-    rounding = Rounding(trainer, rollouts, sampling, dtype, reading)
-    judged = rounding.judge(from_returned(rollouts, reading.meant, reading.edges))
-    words = None if trainer.tokenizer is None else lambda token: str(trainer.tokenizer.decode([token]))
-    unchecked: list[str] = []
-    own: OwnNumbers | None = None
-    died: str | None = None
-    try:
-        if engine is not None:
-            progress("engine decodes its own completions", 0.15)
-            own = _asked(unchecked, "returned", lambda: own_numbers(engine, rollouts, sampling))
-        in_batches = engine is not None and (engine.together > 1 or sampling.logprobs_mode == "raw")
-        decoded = own.reading.raw if own is not None and in_batches else None  # is its variant DECODE then
-        floor, ways = measure_floor(trainer, engine, rollouts, reading.raw, rounding, decoded, progress)
-    except EngineError as error:
-        died = str(error)
-        floor, ways = measure_floor(trainer, None, rollouts, reading.raw, rounding, progress=progress)
-    progress("semantics", 0.4)
-    like = 4 * torch.finfo(rounding.dtype).eps  # weights that were rounded have a temperature as near to the declared one
-    found = Mismatch(
-        trainer=trainer.describe(),
-        engine=None if engine is None else engine.describe(),
-        sampling={k: v for k, v in vars(sampling).items() if k != "stop"},
-        gap=measure_gap(rollouts, reading.meant, judged, words),
-        rounding=rounding.size,
-        floor=floor,
-        semantics=try_hypotheses(trainer, rollouts, sampling, rounding.scale, kept, reading.edges, like=like),
-        died=died,
-        unchecked=unchecked,
-    )
-    if own is not None:
-        narrow = rounding.among(ways)
-        found.returned = own.judge(rollouts, rounding)
-        if own.logits:
-            given = (own.logits, own.reading.edges)
-            found.own_semantics = try_hypotheses(trainer, rollouts, sampling, narrow, *given, of_engine=True)
-        if found.returned.explained and (why := doubt(own, rollouts, narrow, found.own_semantics)):
-            unchecked.append(f"returned: {why}")
-    if (grid := rounded_to(rollouts)) is not None:
-        unchecked.append(f"returned: the log-probabilities were rounded to {grid}; return them in float32")
-    if engine is None:
-        unchecked.insert(0, "the engine's logits, weights, routing and operators: there are only its log-probabilities")
-    elif died is None:
+    return _Comparison(replace(question, rollouts=check(question.rollouts, question.trainer)), progress).run()
+
+
+class _Comparison:
+    """One run of the stages."""
+
+    def __init__(self, question: Question, progress: Progress) -> None:
+        self.trainer, self.engine, self.progress = question.trainer, question.engine, progress
+        self.rollouts, self.sampling = question.rollouts, question.sampling
+        self.question = question
+        self.unchecked: list[str] = []
+
+    def run(self) -> Mismatch:
+        """Every stage, as far as the engine lives."""
+        trainer, engine, rollouts, sampling = self.trainer, self.engine, self.rollouts, self.sampling
+        self.progress("trainer reads the rollouts", 0.0)
+        kept: list[torch.Tensor] = []
+        self.reading = read(keep_examined(trainer.logits(rollouts), rollouts, kept), rollouts, sampling)
+        if np.isnan(np.concatenate(self.reading.raw)).any():
+            raise ShaketableError(f"{trainer.name} gives log-probabilities that are not numbers (NaN): see `shaketable locate`")
+        self.progress("rounding", 0.05)
+        dtype = torch.bfloat16 if engine is None else engine.dtype  # a file does not say; most engines compute in it
+        self.rounding = rounding = Rounding(trainer, rollouts, sampling, dtype, self.reading)
+        judged = rounding.judge(from_returned(rollouts, self.reading.meant, self.reading.edges))
+        own: OwnNumbers | None = None
+        died: str | None = None
         try:
-            _look_inside(question, engine, rounding, reading.meant, found, progress)
+            if engine is not None:
+                self.progress("engine decodes its own completions", 0.15)
+                own = self._asked("returned", lambda: own_numbers(engine, rollouts, sampling))
+            in_batches = engine is not None and (engine.together > 1 or sampling.logprobs_mode == "raw")
+            decoded = own.reading.raw if own is not None and in_batches else None  # is its variant DECODE then
+            floor, ways = measure_floor(trainer, engine, rollouts, self.reading.raw, rounding, decoded, self.progress)
         except EngineError as error:
-            found.died = str(error)
-    found.conclusion = conclude(found)
-    return found
+            died = str(error)
+            floor, ways = measure_floor(trainer, None, rollouts, self.reading.raw, rounding, progress=self.progress)
+        self.progress("semantics", 0.4)
+        words = None if trainer.tokenizer is None else lambda token: str(trainer.tokenizer.decode([token]))
+        like = 4 * torch.finfo(rounding.dtype).eps  # weights that were rounded have a temperature as near to the declared one
+        self.found = found = Mismatch(
+            trainer=trainer.describe(),
+            engine=None if engine is None else engine.describe(),
+            sampling={k: v for k, v in vars(sampling).items() if k != "stop"},
+            gap=measure_gap(rollouts, self.reading.meant, judged, words),
+            rounding=rounding.size,
+            floor=floor,
+            semantics=try_hypotheses(trainer, rollouts, sampling, rounding.scale, kept, self.reading.edges, like=like),
+            died=died,
+            unchecked=self.unchecked,
+        )
+        if own is not None:
+            self._returned(own, ways)
+        if (grid := rounded_to(rollouts)) is not None:
+            self.unchecked.append(f"returned: the log-probabilities were rounded to {grid}; return them in float32")
+        if engine is None:
+            why = "the engine's logits, weights, routing and operators: there are only its log-probabilities"
+            self.unchecked.insert(0, why)
+        elif died is None:
+            try:
+                self._look_inside(engine)
+            except EngineError as error:
+                found.died = str(error)
+        found.conclusion = conclude(found)
+        return found
 
+    def _asked(self, stage: str, ask: Callable[[], Found]) -> Found | None:
+        """The result of a stage, or None and a line on why it could not be checked."""
+        try:
+            return ask()
+        except UnavailableError as error:
+            self.unchecked.append(f"{stage}: {error}")
+            return None
 
-def _look_inside(
-    question: Question,
-    engine: RolloutEngine,
-    rounding: Rounding,
-    meant: Sequence[Sequence[float]],
-    found: Mismatch,
-    progress: Progress,
-) -> None:
-    """Weights, routing, operators and shares."""
-    progress("weights", 0.55)
-    own = dict(question.trainer.model.named_parameters(remove_duplicate=False))
-    other_source: dict[str, Any] = {}
-    found.weights = _asked(
-        found.unchecked, "weights", lambda: compare(own, engine.parameters(), engine.dtype, question.earlier, other_source)
-    )
-    progress("routing", 0.6)
-    found.routing = _asked(found.unchecked, "routing", lambda: _routing(question, engine))
-    found.operators = _asked(
-        found.unchecked, "operators", lambda: _operators(question, engine, rounding, meant, found, progress, other_source)
-    )
+    def _returned(self, own: OwnNumbers, ways: Sequence[Logprobs]) -> None:
+        """The returned numbers against the engine's own logits, first by rounding, then by its own spread."""
+        narrow = self.rounding.among(ways)
+        self.found.returned = own.judge(self.rollouts, self.rounding)
+        if own.logits:
+            self.found.own_semantics = try_hypotheses(
+                self.trainer, self.rollouts, self.sampling, narrow, own.logits, own.reading.edges, of_engine=True
+            )
+        if self.found.returned.explained and (why := doubt(own, self.rollouts, narrow, self.found.own_semantics)):
+            self.unchecked.append(f"returned: {why}")
 
+    def _look_inside(self, engine: RolloutEngine) -> None:
+        """Weights, routing, operators and shares."""
+        self.progress("weights", 0.55)
+        own = dict(self.trainer.model.named_parameters(remove_duplicate=False))
+        other_source: dict[str, Any] = {}
+        earlier = self.question.earlier
+        self.found.weights = self._asked(
+            "weights", lambda: compare(own, engine.parameters(), engine.dtype, earlier, other_source)
+        )
+        self.progress("routing", 0.6)
+        self.found.routing = self._asked("routing", lambda: self._routing(engine))
+        self.found.operators = self._asked("operators", lambda: self._operators(engine, other_source))
 
-def _asked(unchecked: list[str], stage: str, ask: Callable[[], Found]) -> Found | None:
-    """The result of a stage, or None and a line on why it could not be checked."""
-    try:
-        return ask()
-    except UnavailableError as error:
-        unchecked.append(f"{stage}: {error}")
-        return None
+    def _routing(self, engine: RolloutEngine) -> list[LayerRouting] | None:
+        tokens = max(self.rollouts, key=lambda r: len(r.tokens)).tokens
+        own, other = routing(self.trainer.model, tokens), engine.routing(tokens)
+        if own is None:
+            return None
+        if other is None:
+            raise UnavailableError("the trainer has experts, and the engine reports none")
+        return compare_routing(own, other)
 
+    def _operators(self, engine: RolloutEngine, other_source: dict[str, Any]) -> OperatorResults:
+        """Operators of some rollouts, and their shares on the way, since records are too large to be kept."""
+        model, rollouts, unchecked = self.trainer.model, self.rollouts, self.unchecked
+        if engine.together == 1:
+            self.found.caveats.append("operators in batches: they were recorded one rollout at a time")
+        fewest = 1 if engine.together == 1 else 2  # a fault of later rows shows in no batch of one
+        suspects = [self.found.gap.judged.worst[0], *(row.most for row in self.found.floor.rows if row.side == "engine")]
+        chosen = _chosen(rollouts, suspects, max(self.question.recorded, fewest))
+        by_interval, meter = Judge(model, engine.dtype, other_source), ShareMeter(model)
+        names: set[str] = set()
+        for i in chosen:
+            (row,) = record_batch(model, [(rollouts[i].prompt, rollouts[i].completion)], "prefill")
+            names |= {call.name for call in row.calls if call.kind != "scale" or scale_of(model, call.name) != 1}
+            by_interval.leave_out(row.calls)
+        changes = not torch.equal(row.logits, row.head)
+        phases: list[Phase] = list(PHASES)
+        made: list[list[float]] = []
+        seen: dict[str, set[str]] = {}
 
-def _routing(question: Question, engine: RolloutEngine) -> list[LayerRouting] | None:
-    tokens = max(question.rollouts, key=lambda r: len(r.tokens)).tokens
-    own, other = routing(question.trainer.model, tokens), engine.routing(tokens)
-    if own is None:
-        return None
-    if other is None:
-        raise UnavailableError("the trainer has experts, and the engine reports none")
-    return compare_routing(own, other)
+        def recorded(batch: Sequence[Rollout], rows: Sequence[int], phase: Phase) -> list[OperatorRecord] | None:
+            try:
+                return engine.record(batch, phase, rows)
+            except UnavailableError as error:
+                phases.remove(phase)
+                unchecked.append(f"operators in {phase}: {error}")
+                return None
+
+        for start in range(0, len(rollouts), engine.together):
+            batch = rollouts[start : start + engine.together]
+            rows = [i - start for i in chosen if start <= i < start + len(batch)]
+            if not rows:
+                continue
+            self.progress(f"operators of {len(rows)} rollouts", 0.6 + 0.4 * len(made) / len(chosen))
+            records = {phase: one for phase in tuple(phases) if (one := recorded(batch, rows, phase)) is not None}
+            if not phases:
+                raise UnavailableError("no phase was recorded")
+            if any(record.changed_behind_head != changes for each in records.values() for record in each):
+                who = ("trainer", "engine") if changes else ("engine", "trainer")
+                raise UnavailableError(f"the {who[0]} changes logits behind its head, and the {who[1]} does not")
+            for i, row_of in enumerate(rows):
+                self.progress(f"shares of rollout {start + row_of + 1}", 0.6 + 0.4 * len(made) / len(chosen))
+                calls: Records = {phase: records[phase][i].calls for phase in phases}
+                if "decode" in calls:
+                    calls["prompt"] = records["decode"][i].prompt or []
+                for name, some in calls.items():
+                    phase: Phase = "decode" if name == "decode" else "prefill"
+                    by_interval.judge(some, phase)
+                    seen.setdefault(name, set(names)).intersection_update(call.name for call in some)
+                    if seen[name] == names:
+                        by_interval.chain(some, phase)
+                if all(present == names for present in seen.values()):
+                    made.append(meter.add(batch[row_of], calls, batch[row_of].logprobs, self.sampling))
+        if len(made) == len(chosen):
+            closure = judge(from_returned([rollouts[i] for i in chosen], made), [self.rounding.scale[i] for i in chosen])
+            rest_alike = self._rest_alike(chosen, np.concatenate(meter.gap))
+            self.found.shares = replace(meter.result(), closure=closure, rest_alike=rest_alike)
+        unchecked += by_interval.reasons()
+        kinds = by_interval.kinds()
+        if "log_softmax" not in kinds:
+            unchecked.append("log_softmax, from logits to the log-probability that is returned: the engine does not record it")
+        absent = sorted({name for present in seen.values() for name in names - present})
+        tokens = sum(len(rollouts[i].tokens) for i in chosen)
+        wrong, layers = by_interval.wrong(), layers_of(absent, names)
+        return OperatorResults(list(phases), len(chosen), tokens, kinds, wrong, absent, layers)
+
+    def _rest_alike(self, chosen: Sequence[int], recorded: np.ndarray) -> bool:
+        """Whether the other rollouts have a gap that rounding explains, or one like that of those that were recorded."""
+        rest = [i for i in range(len(self.rollouts)) if i not in chosen]
+        if not rest:
+            return True
+        d = from_returned([self.rollouts[i] for i in rest], [self.reading.meant[i] for i in rest])
+        found = judge(d, [self.rounding.scale[i] for i in rest])
+        return bool(found.explained or found.mean_abs <= ALIKE * float(np.abs(recorded[np.isfinite(recorded)]).mean()))
 
 
 def _chosen(rollouts: Sequence[Rollout], first: Sequence[int], count: int) -> list[int]:
@@ -173,94 +255,6 @@ def _chosen(rollouts: Sequence[Rollout], first: Sequence[int], count: int) -> li
     ordered = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].tokens))
     spread = [ordered[round(i * (len(ordered) - 1) / max(count - 1, 1))] for i in range(count)]
     return sorted(list(dict.fromkeys([*first, *spread, *ordered]))[:count])
-
-
-def _operators(
-    question: Question,
-    engine: RolloutEngine,
-    rounding: Rounding,
-    meant: Sequence[Sequence[float]],
-    found: Mismatch,
-    progress: Progress,
-    other_source: dict[str, Any],
-) -> OperatorResults:
-    """Operators of some rollouts, and their shares on the way, since records are too large to be kept."""
-    model, rollouts, unchecked = question.trainer.model, question.rollouts, found.unchecked
-    if engine.together == 1:
-        found.caveats.append("operators in batches: they were recorded one rollout at a time")
-    fewest = 1 if engine.together == 1 else 2  # a fault of later rows shows in no batch of one
-    suspects = [found.gap.judged.worst[0], *(row.most for row in found.floor.rows if row.side == "engine")]
-    chosen = _chosen(rollouts, suspects, max(question.recorded, fewest))
-    by_interval, meter = Judge(model, engine.dtype, other_source), ShareMeter(model)
-    names: set[str] = set()
-    for i in chosen:
-        (row,) = record_batch(model, [(rollouts[i].prompt, rollouts[i].completion)], "prefill")
-        names |= {call.name for call in row.calls if call.kind != "scale" or scale_of(model, call.name) != 1}
-        by_interval.leave_out(row.calls)
-    changes = not torch.equal(row.logits, row.head)
-    phases: list[Phase] = list(PHASES)
-    made: list[list[float]] = []
-    seen: dict[str, set[str]] = {}
-
-    def recorded(batch: Sequence[Rollout], rows: Sequence[int], phase: Phase) -> list[OperatorRecord] | None:
-        try:
-            return engine.record(batch, phase, rows)
-        except UnavailableError as error:
-            phases.remove(phase)
-            unchecked.append(f"operators in {phase}: {error}")
-            return None
-
-    for start in range(0, len(rollouts), engine.together):
-        batch = rollouts[start : start + engine.together]
-        rows = [i - start for i in chosen if start <= i < start + len(batch)]
-        if not rows:
-            continue
-        progress(f"operators of {len(rows)} rollouts", 0.6 + 0.4 * len(made) / len(chosen))
-        records = {phase: one for phase in tuple(phases) if (one := recorded(batch, rows, phase)) is not None}
-        if not phases:
-            raise UnavailableError("no phase was recorded")
-        if any(record.changed_behind_head != changes for each in records.values() for record in each):
-            who = ("trainer", "engine") if changes else ("engine", "trainer")
-            raise UnavailableError(f"the {who[0]} changes logits behind its head, and the {who[1]} does not")
-        for i, row_of in enumerate(rows):
-            progress(f"shares of rollout {start + row_of + 1}", 0.6 + 0.4 * len(made) / len(chosen))
-            calls: Records = {phase: records[phase][i].calls for phase in phases}
-            if "decode" in calls:
-                calls["prompt"] = records["decode"][i].prompt or []
-            for name, some in calls.items():
-                phase: Phase = "decode" if name == "decode" else "prefill"
-                by_interval.judge(some, phase)
-                seen.setdefault(name, set(names)).intersection_update(call.name for call in some)
-                if seen[name] == names:
-                    by_interval.chain(some, phase)
-            if all(present == names for present in seen.values()):
-                made.append(meter.add(batch[row_of], calls, batch[row_of].logprobs, question.sampling))
-    if len(made) == len(chosen):
-        closure = judge(from_returned([rollouts[i] for i in chosen], made), [rounding.scale[i] for i in chosen])
-        rest_alike = _rest_alike(rollouts, meant, rounding, chosen, np.concatenate(meter.gap))
-        found.shares = replace(meter.result(), closure=closure, rest_alike=rest_alike)
-    unchecked += by_interval.reasons()
-    kinds = by_interval.kinds()
-    if "log_softmax" not in kinds:
-        unchecked.append("log_softmax, from logits to the log-probability that is returned: the engine does not record it")
-    absent = sorted({name for present in seen.values() for name in names - present})
-    tokens = sum(len(rollouts[i].tokens) for i in chosen)
-    return OperatorResults(list(phases), len(chosen), tokens, kinds, by_interval.wrong(), absent, layers_of(absent, names))
-
-
-def _rest_alike(
-    rollouts: Sequence[Rollout],
-    meant: Sequence[Sequence[float]],
-    rounding: Rounding,
-    chosen: Sequence[int],
-    recorded: np.ndarray,
-) -> bool:
-    """Whether the rollouts whose operators were not recorded have a gap that rounding explains, or like that of the others."""
-    rest = [i for i in range(len(rollouts)) if i not in chosen]
-    if not rest:
-        return True
-    found = judge(from_returned([rollouts[i] for i in rest], [meant[i] for i in rest]), [rounding.scale[i] for i in rest])
-    return bool(found.explained or found.mean_abs <= ALIKE * float(np.abs(recorded[np.isfinite(recorded)]).mean()))
 
 
 def check(rollouts: Sequence[Rollout], trainer: Trainer) -> list[Rollout]:

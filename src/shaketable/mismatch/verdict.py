@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from shaketable.mismatch.results import Deviation, Mismatch, OperatorFault, ParameterDifference, Shares, Verdict
 
 EXIT = {"LEGAL": 0, "DEFECT": 1, "INCONCLUSIVE": 4}
@@ -25,35 +27,24 @@ FIX = {
 
 def conclude(found: Mismatch) -> Verdict:
     """The verdict on what the stages found."""
-    not_looked_at = [*found.unchecked, *found.caveats, *_unseen(found), *NEVER]
+    verdict: Literal["LEGAL", "DEFECT", "INCONCLUSIVE"]
+    after, advice = "", None
     if (broken := _defect(found)) is not None:
-        stage, what = broken
-        return Verdict(
-            verdict="DEFECT",
-            stage=stage,
-            sentence=f"DEFECT: {what}. {_gap(found)}",
-            exit_code=EXIT["DEFECT"],
-            next=None,
-            not_looked_at=not_looked_at,
-        )
-    if (doubt := _doubt(found)) is not None:
-        stage, what = doubt
-        return Verdict(
-            verdict="INCONCLUSIVE",
-            stage=stage,
-            sentence=f"INCONCLUSIVE: {what}. {_gap(found)}{_best(found)}",
-            exit_code=EXIT["INCONCLUSIVE"],
-            next=_next(found),
-            not_looked_at=not_looked_at,
-        )
-    more = "" if found.shares is None or not found.shares.families else f" {causes(found.shares)}"
+        verdict, (stage, what) = "DEFECT", broken
+    elif (doubt := _doubt(found)) is not None:
+        verdict, (stage, what) = "INCONCLUSIVE", doubt
+        after, advice = _best(found), _next(found)
+    else:
+        verdict, stage, what = "LEGAL", "gap" if found.at_floor else "shares", f"rounding only; {_checked(found)}"
+        if found.shares is not None and found.shares.families:
+            after = f" {causes(found.shares)}"
     return Verdict(
-        verdict="LEGAL",
-        stage="gap" if found.at_floor else "shares",
-        sentence=f"LEGAL: rounding only; {_checked(found)}. {_gap(found)}{more}",
-        exit_code=EXIT["LEGAL"],
-        next=None,
-        not_looked_at=not_looked_at,
+        verdict=verdict,
+        stage=stage,
+        sentence=f"{verdict}: {what}. {_gap(found)}{after}",
+        exit_code=EXIT[verdict],
+        next=advice,
+        not_looked_at=[*found.unchecked, *found.caveats, *_unseen(found), *NEVER],
     )
 
 
