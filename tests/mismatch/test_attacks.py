@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -498,6 +499,26 @@ def test_wrong_experts_are_a_defect(kind, name):
     assert found.verdict == "DEFECT", found.sentence
     if kind == "mixtral" and name != "one in a hundred more":
         assert pair_verdict(kind, EXPERTS[name], torch.bfloat16).verdict != "LEGAL"
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_experts_that_are_off_by_less_than_an_interval_are_a_defect_in_bfloat16(kind):
+    found = pair_verdict(kind, lambda m: wrap(m.model.layers[1].mlp, lambda y: y * 1.02), torch.bfloat16)
+    assert found.verdict == "DEFECT" and "layers.1.mlp (experts" in found.sentence, found.sentence
+
+
+def test_numbers_that_are_not_finite_stay_out_of_the_json():
+    def no_token_95(y: torch.Tensor) -> torch.Tensor:
+        return y.index_fill(-1, torch.tensor([95]), -torch.inf)
+
+    other = pairs.engine(plant=lambda m: wrap(m.lm_head, no_token_95))
+    found = verdict(other, other.sample(prompts(), how()), recorded=1)
+    assert found.verdict == "DEFECT", found.sentence
+    json.dumps(found.to_dict(), allow_nan=False)
+    broken = pairs.engine(plant=lambda m: wrap(m.lm_head, lambda y: y * torch.nan))
+    found = verdict(broken, pairs.engine().sample(prompts(), how()), recorded=1)
+    assert found.verdict == "DEFECT" and "not numbers (NaN)" in found.sentence, found.sentence
+    json.dumps(found.to_dict(), allow_nan=False)
 
 
 def test_a_missing_bias_is_found_among_the_weights():

@@ -25,13 +25,15 @@ from shaketable.errors import UnavailableError
 from shaketable.mismatch.logprobs import chosen
 from shaketable.mismatch.results import KindCount, OperatorFault
 from shaketable.numerics.classify import fault_class
-from shaketable.numerics.decoder_operators import EXACT, TF32, Definitions, OperatorCall, scale_of, visible
-from shaketable.numerics.intervals import host_arithmetic
+from shaketable.numerics.decoder_operators import EXACT, LEAST, SIGMAS, TF32, Definitions, OperatorCall, scale_of, visible
+from shaketable.numerics.intervals import UNIT, Allowed, Around, host_arithmetic
 
 LOWER = (torch.bfloat16, torch.float16)
 FEWEST = 4
 """Right and wrong tokens below which a fault of one expert cannot be told from one of all."""
 PRODUCTS = ("linear", "lm_head", "router", "attention")
+GAINS = 32
+"""Tokens below which a gain of experts is not judged."""
 CHAINED = ("x", "residual", "up", "q", "k", "v")
 """Inputs that an operator before made; of keys and values those of the tokens that are computed."""
 
@@ -50,6 +52,8 @@ class _Judged:
     looks_like: str = ""
     """The class of fault; empty when nothing is wrong."""
     text: str = ""
+    products: list[Tensor] = field(default_factory=list)
+    """Of experts, (tokens, 2): the products of errors and of values with the values, of each token."""
 
     def fault(self) -> OperatorFault:
         name, kind, layer = self.call.name, self.call.kind, self.call.layer
@@ -80,20 +84,22 @@ class Judge:
         """Try the definitions on calls of the trainer: an operator that lies outside there is not judged."""
         self.unchained |= {call.name for _, call in unmade(calls)}
         for call in _with_routers(calls):
-            found = self._outside(call, self.of_trainer)
-            if found is not None and bool(found.any()):
+            found = self._allowed(call, self.of_trainer)
+            with host_arithmetic():
+                is_outside = found is not None and bool(found.outside(call.flat).any())
+            if is_outside:
                 self.unjudged[call.name] = "the trainer itself computes it in a way that has no definition here"
 
     def judge(self, calls: Sequence[OperatorCall], phase: str) -> None:
         """Judge calls that an engine recorded."""
         for order, call in enumerate(_with_routers(calls)):
-            if call.name in self.unjudged or (outside := self._outside(call, self.definitions)) is None:
+            if call.name in self.unjudged or (allowed := self._allowed(call, self.definitions)) is None:
                 continue
             row = self.rows.setdefault((call.name, phase), _Judged(call, phase, order))
-            row.values += outside.numel()
-            row.lanes_of = outside.shape[-1]
+            row.lanes_of = call.flat.shape[-1]
+            row.values += call.flat.numel()
             with host_arithmetic():
-                self._add(row, call, outside)
+                self._add(row, call, allowed)
 
     def chain(self, calls: Sequence[OperatorCall], phase: str) -> None:
         """Find operators that read what no operator before them made; needs a record of every operator."""
@@ -103,24 +109,30 @@ class Judge:
                 row.looks_like = row.looks_like or "a change between two operators"
                 row.text = row.text or "it reads values that no operator before it made"
 
-    def _outside(self, call: OperatorCall, definitions: Definitions) -> Tensor | None:
+    def _allowed(self, call: OperatorCall, definitions: Definitions) -> Allowed | None:
         try:
             with host_arithmetic():
-                return definitions.allowed(call).outside(call.flat)
+                return definitions.allowed(call)
         except UnavailableError as error:
             self.unjudged.setdefault(call.name, str(error))
             return None
 
-    def _add(self, row: _Judged, call: OperatorCall, outside: Tensor) -> None:
+    def _add(self, row: _Judged, call: OperatorCall, allowed: Allowed) -> None:
+        outside = allowed.outside(call.flat)
         if bool(outside.any()):
             row.outside += int(outside.sum())
             row.lanes |= set(outside.any(0).nonzero().flatten().tolist())
-            row.looks_like = row.looks_like or self._class(call, outside)
+            row.looks_like = row.looks_like or self._class(call, allowed, outside)
             row.text = f"{row.outside:,} of {row.values:,} values lie outside of their rounding interval"
         if call.kind == "attention" and (wrong := self.definitions.attention(call).wrong()) is not None:
             row.looks_like, row.text = ("scale" if "scale" in wrong else row.looks_like or "noise"), wrong
+        if call.kind == "experts" and isinstance(allowed, Around):
+            value = allowed.value if allowed.free is None else allowed.value.masked_fill(allowed.free, 0.0)
+            row.products.append(torch.stack([((call.flat - value) * value).sum(-1), value.square().sum(-1)], 1))
+            if (gain := gain_of(torch.cat(row.products), call.output.dtype)) is not None and not row.looks_like:
+                row.looks_like, row.text = "gain", f"its values are multiplied by {1 + gain:.4g}"
 
-    def _class(self, call: OperatorCall, outside: Tensor) -> str:
+    def _class(self, call: OperatorCall, allowed: Allowed, outside: Tensor) -> str:
         """The class of a fault: another precision, the next position, or one of locate's classes."""
         own = self.definitions
 
@@ -139,7 +151,7 @@ class Judge:
         if call.kind == "experts":
             alone = wrong_experts(own.experts_of(call), outside.any(1))
             return f"a fault of expert {alone[0]}" if len(alone) == 1 else "wrong experts, or wrong weights of them"
-        low, high = own.allowed(call).ends(outside)
+        low, high = allowed.ends(outside)
         return fault_class(call.flat, low, high, outside)
 
     def wrong(self) -> list[OperatorFault]:
@@ -163,6 +175,19 @@ class Judge:
             names = [name for name, reason in self.unjudged.items() if reason == why]
             lines.append(f"{names[0]}{f' and {len(names) - 1} more operators' if len(names) > 1 else ''}: {why}")
         return lines
+
+
+def gain_of(products: Tensor, dtype: torch.dtype) -> float | None:
+    """By how much values are multiplied that single rounding intervals let pass; None where rounding explains it.
+
+    Rounding goes either way: no more than a unit of the dtype is left, nor six standard errors, with tokens as blocks.
+    """
+    (errors, squares), total = products.T, float(products[:, 1].sum())
+    if len(products) < GAINS or total == 0:
+        return None
+    gain = float(errors.sum()) / total
+    error = float((errors - gain * squares).square().sum().sqrt()) / total
+    return gain if abs(gain) > max(UNIT[dtype], LEAST) and abs(gain) > SIGMAS * error else None
 
 
 def unmade(calls: Sequence[OperatorCall]) -> list[tuple[int, OperatorCall]]:
