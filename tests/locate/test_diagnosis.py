@@ -189,16 +189,6 @@ def test_json_is_strict(tmp_path):
     assert plain["evidence"][0]["examples"] == [{"got": None, "low": 1.0}]
 
 
-def test_the_record_says_what_it_is():
-    found = passing()
-    found.evidence = [evidence(1, "replay")]
-    plain = decided(found).as_dict()
-    assert (plain["schema"], plain["kind"], plain["verdict"], plain["layer"]) == (1, "diagnosis", "FAULT", 1)
-    assert plain["sentence"] == str(found)
-    assert "place" not in plain["evidence"][0] and plain["evidence"][0]["op"] == "mlp.up_proj"
-    assert [p["layer"] for p in plain["probes"]] == [0, 1, 2, None]
-
-
 def test_no_torch_is_imported():
     program = "import sys, shaketable.locate.diagnosis; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

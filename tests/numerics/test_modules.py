@@ -114,13 +114,6 @@ def test_a_slightly_different_eps_is_seen_in_float32():
     assert outside(filled(LlamaRMSNorm(32, eps=1e-5), torch.float32), got, x).double().mean() > 0.9
 
 
-def test_one_gelu_is_not_the_other():
-    x = draw(4, 64)
-    erf, tanh = (nn.functional.gelu(x, approximate=a) for a in ("none", "tanh"))
-    assert outside(GELUActivation(), tanh, x).double().mean() > 0.5
-    assert outside(GELUTanh(), erf, x).double().mean() > 0.5
-
-
 # ---- what is a leaf
 
 
@@ -265,9 +258,4 @@ def test_a_norm_is_known_on_the_meta_device_too():
 @pytest.mark.parametrize("kind", [Olmo2RMSNorm, GptOssRMSNorm, nn.RMSNorm])
 def test_norms_that_round_once(kind, dtype):
     module, x = filled(kind(32, eps=1e-5), dtype), inputs(dtype)
-    assert not outside(module, module(x).detach(), x).any()
-
-
-def test_a_norm_with_weights_of_a_wider_dtype():
-    module, x = filled(LlamaRMSNorm(32), torch.float32), inputs(torch.bfloat16)
     assert not outside(module, module(x).detach(), x).any()
