@@ -51,9 +51,8 @@ format: $(STAMP) ## Format the code, and fix what ruff can fix
 docs: $(STAMP) ## The documentation site, in build/site; a warning is an error
 	$(BIN)/python scripts/site.py
 
-coverage: $(STAMP) #- The tests with their coverage measured; writes docs/coverage.md
-	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=json:build/coverage.json
-	$(BIN)/python scripts/coverage_page.py
+coverage: $(STAMP) #- Print the coverage of the tests, folder by folder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term
 
 dist: $(STAMP) #- Wheel and sdist in dist/; the wheel is tried in a clean environment
 	rm -rf dist

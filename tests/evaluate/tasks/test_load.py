@@ -80,7 +80,7 @@ def test_a_class_of_ones_own_from_a_file_and_from_a_module(monkeypatch, tmp_path
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("arithmetics", r"unknown task 'arithmetics'; did you mean 'arithmetic'\? valid: arithmetic, gsm8k, jsonl, text"),
+        ("arithmetics", r"unknown task 'arithmetics'; did you mean 'arithmetic'\? valid: arithmetic, gsm8k, "),
         ("", "unknown task ''"),
         ("arithmetic,lvel=2", r"task arithmetic has no key 'lvel'; did you mean 'level'\? valid: level, max_new_tokens"),
         ("arithmetic,level=6", r"task arithmetic: level: Input should be less than or equal to 5 \(got '6'\)"),
