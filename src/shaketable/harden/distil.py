@@ -91,11 +91,18 @@ class TrainingSteps:
         pairs = [pair for pair in self.batches.at(step) if pair[1]]
         if not pairs:
             raise ShaketableError(f"step {step}: the clean model writes nothing to any of its prompts; nothing to learn from")
-        loss, norm = self._gradients(pairs, injection, step)
+        size, tokens = self.config.micro_batch or len(pairs), sum(len(c) for _, c in pairs)
+        if injection is not None:
+            injection.step = self.first + step
+        losses = [self._backward(pairs[at : at + size], injection, tokens) for at in range(0, len(pairs), size)]
+        loss, norm = torch.stack(losses).sum(), torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if which is not None and which not in self.checked:
-            self._check_fires(self.injections[which])
+        if injection is not None and which is not None and which not in self.checked:
+            lines = list(injection.inert_check.inert(trained=True).values())
+            lines += [f"{s.fault}@{s.site} never fired" for s in injection.ledger.sites if not s.forward]
+            if lines:
+                raise InertError(f"{lines[0]} in its first step; the run ends here")
             self.checked.add(which)
         facts = {"step": self.first + step + 1, "loss": float(loss), "grad_norm": float(norm), "plan": which}
         if not all(torch.isfinite(torch.tensor([facts["loss"], facts["grad_norm"]])).tolist()):
@@ -104,20 +111,12 @@ class TrainingSteps:
         self.seconds += seconds
         self.tell({**facts, "lr": self.rate(step), "seconds": seconds})
 
-    def _gradients(self, pairs: list[Pair], injection: Injection | None, step: int) -> tuple[Tensor, Tensor]:
-        size = self.config.micro_batch or len(pairs)
-        tokens = sum(len(c) for _, c in pairs)
-        total: list[Tensor] = []
-        if injection is not None:
-            injection.step = self.first + step
-        for at in range(0, len(pairs), size):
-            total.append(self._backward(pairs[at : at + size], injection, tokens))
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
-        return torch.stack(total).sum(), norm
-
     def _backward(self, pairs: list[Pair], injection: Injection | None, tokens: int) -> Tensor:
         """Forward and backward of some sequences; the fault is there in both, for activations that are computed again."""
-        expected = None if self.supervised else self._expected(pairs)
+        expected = None
+        if not self.supervised:
+            with self.students.teacher() as clean:
+                expected = self.students.logits(clean, pairs)[0]
         with phase("train"), shaken(injection):
             with self.students.arithmetic():
                 found, targets = self.students.logits(self.students.model, pairs)
@@ -127,16 +126,6 @@ class TrainingSteps:
                 loss = forward_kl(found, expected, torch.full((len(found),), 1 / tokens, device=found.device))
             loss.backward()
         return loss.detach()
-
-    def _expected(self, pairs: list[Pair]) -> Tensor:
-        with self.students.teacher() as clean:
-            return self.students.logits(clean, pairs)[0]
-
-    def _check_fires(self, injection: Injection) -> None:
-        lines = list(injection.inert_check.inert(trained=True).values())
-        lines += [f"{s.fault}@{s.site} never fired" for s in injection.ledger.sites if not s.forward]
-        if lines:
-            raise InertError(f"{lines[0]} in its first step; the run ends here")
 
     # ---- going on after a kill
 

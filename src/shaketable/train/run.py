@@ -97,7 +97,7 @@ class Training:
             decoder=decoder,
             key=key_of(config.seed, "train"),
             cap=config.tis,
-            cast=torch.bfloat16 if config.dtype == "bfloat16" else None,
+            dtype=config.dtype,
             model=self.model,
             processing_class=self.tokenizer,
             reward_funcs=self._reward,

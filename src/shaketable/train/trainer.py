@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -34,6 +33,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from shaketable.evaluate.decoding import Decoder
+from shaketable.evaluate.score import arithmetic
 from shaketable.faults.rng import key_of
 from shaketable.sites.phases import phase
 from shaketable.train.checkpoints import writing
@@ -67,12 +67,12 @@ class SamplerMismatch:
 class ShakenGRPO(GRPOTrainer):  # type: ignore[misc]
     """GRPO whose sampler may be shaken."""
 
-    def __init__(self, *, decoder: Decoder, key: int, cap: float | None, cast: torch.dtype | None, **kwargs: Any) -> None:
+    def __init__(self, *, decoder: Decoder, key: int, cap: float | None, dtype: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.decoder = decoder
         self.key = key
         self.cap = cap
-        self.cast = cast
+        self.dtype = dtype
         self.mismatch = SamplerMismatch()
         self.sampling_seconds = 0.0
         self.sampled_tokens = 0
@@ -95,21 +95,16 @@ class ShakenGRPO(GRPOTrainer):  # type: ignore[misc]
         was_training = model.training
         model.eval()
         prompts, samples = _groups(prompt_ids)
+        key = key_of(self.key, "sampling", self.state.global_step, self.accelerator.process_index)
+        generator = torch.Generator(device=self.accelerator.device).manual_seed(key >> 1)
         try:
-            with phase("rollout"), self._autocast():
-                found = self.decoder.decode(model, prompts, samples=samples, generator=self._generator())
+            with phase("rollout"), arithmetic(self.accelerator.device.type, self.dtype):
+                found = self.decoder.decode(model, prompts, samples=samples, generator=generator)
         finally:
             model.train(was_training)
         self.sampling_seconds += time.perf_counter() - start
         self.sampled_tokens += sum(len(c.tokens) for c in found)
         return [c.tokens for c in found], [c.logprobs for c in found]
-
-    def _generator(self) -> torch.Generator:
-        generator = torch.Generator(device=self.accelerator.device)
-        return generator.manual_seed(key_of(self.key, "sampling", self.state.global_step, self.accelerator.process_index) >> 1)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.cast is None else torch.autocast(self.accelerator.device.type, self.cast)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         self._batch = dict(inputs)
