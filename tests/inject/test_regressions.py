@@ -109,6 +109,22 @@ def test_a_clause_that_is_not_there_has_no_magnitude_to_set():
     assert injection.ledger.sites[0].asked == 0.5
 
 
+@pytest.mark.parametrize(
+    ("plan", "magnitude", "message"),
+    [
+        ("mxfp4@module.linear", 0.1, "no clause of this plan has a magnitude"),
+        ("gain:1@module.linear", -1, "gain: magnitude: Input should be greater than or equal to 0"),
+        ("gain:1@module.linear;bit_flip:0.1@module.linear", 2, "bit_flip: magnitude: Input should be less than or equal to 1"),
+    ],
+)
+def test_a_magnitude_that_cannot_be_set_changes_nothing(plan, magnitude, message):
+    injection = st.inject(nn.Linear(4, 4), plan, allow_inert=True)
+    before = list(injection.faults)
+    with pytest.raises(PlanError, match=message):
+        injection.set_magnitude(magnitude)
+    assert injection.faults == before
+
+
 def test_channels_of_a_long_vector_are_measured():
     model = nn.Identity()
     with st.inject(model, "gain:0.5,sparsity=0.25@module.Identity") as ledger:
@@ -163,10 +179,11 @@ def test_a_repr_says_plan_state_and_fires():
 def test_the_ledger_names_a_magnitude_that_was_set_beside_the_one_of_the_plan():
     model = nn.Linear(4, 4)
     injection = st.inject(model, "gain:1@module.linear").enable()
-    model(X)
+    model(X), model(X)
     assert "now" not in str(injection.ledger)
     injection.set_magnitude(0.25)
     assert "gain:1, now 0.25" in str(injection.ledger) and "gain:1, now 0.25" in injection.ledger.sites[0].summary()
+    assert "asked for 0.25, measured 1: the magnitude was changed in between" in str(injection.ledger)
     injection.close()
 
 
@@ -193,6 +210,33 @@ def test_the_head_of_a_second_model_is_left_alone(moved):
     injection.close()
 
 
+PRODUCTS_WITH_A_HEAD = {
+    "transposed": lambda x, weight: x @ weight.t(),
+    "as an attribute": lambda x, weight: x @ weight.T,
+    "a tile": lambda x, weight: x @ weight[:3].t(),
+    "cast": lambda x, weight: torch.nn.functional.linear(x, weight.to(torch.float64).float()),
+    "a tile, cast": lambda x, weight: x @ weight[:3].double().float().t(),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("product", PRODUCTS_WITH_A_HEAD.values(), ids=PRODUCTS_WITH_A_HEAD)
+def test_a_view_or_a_cast_of_a_head_is_the_head(product, is_compiled, grad, fresh_graphs):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.lm_head = nn.Linear(4, 4), nn.Linear(4, 6)
+
+        def forward(self, x):
+            return product(self.body(x), self.lm_head.weight)
+
+    model = Net()
+    with st.inject(model, "gain:1@op.matmul,direction=forward") as ledger, torch.set_grad_enabled(grad):
+        (torch.compile(model, backend="aot_eager") if is_compiled else model)(X)
+    assert ledger.forward == 1
+
+
 class ReadsOutside(nn.Linear):
     """Multiplies in a function that dynamo leaves out of its graphs."""
 
@@ -216,10 +260,22 @@ def test_a_weight_that_is_read_between_the_graphs_of_a_compiled_model_is_faulty(
     torch._dynamo.reset()
 
 
-def test_ranks_of_a_launcher_that_makes_no_process_group_have_noise_of_their_own(monkeypatch):
+@pytest.mark.parametrize(
+    "environments",
+    [
+        [{"SLURM_PROCID": "0"}, {"SLURM_PROCID": "1"}],
+        [{"SLURM_PROCID": "0", "LOCAL_RANK": "0"}, {"SLURM_PROCID": "0", "LOCAL_RANK": "1"}],
+        [{"SLURM_PROCID": "1", "SHAKETABLE_PLACE": "5:Sampler#1"}, {"SLURM_PROCID": "1", "SHAKETABLE_PLACE": "6:Sampler#2"}],
+        [{"OMPI_COMM_WORLD_RANK": "0"}, {"OMPI_COMM_WORLD_RANK": "1"}],
+    ],
+    ids=["slurm", "one slurm task", "ray under slurm", "mpi"],
+)
+def test_ranks_of_a_launcher_that_makes_no_process_group_have_noise_of_their_own(monkeypatch, environments):
+    monkeypatch.delenv("RANK", raising=False)
     found = []
-    for rank in ("0", "1"):
-        monkeypatch.setenv("SLURM_PROCID", rank)
+    for environment in environments:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
         with st.inject(model, "relative_gaussian:0.1@module.linear"):

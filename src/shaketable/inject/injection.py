@@ -16,9 +16,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
-from shaketable.errors import PlanError, nearest
+from shaketable.errors import PlanError, first_problem, nearest
 from shaketable.faults import FaultBase, MagnitudeFault
 from shaketable.faults.cpu import native
 from shaketable.inject import cuda_graphs, op, operators, passes
@@ -89,9 +90,19 @@ def this_rank() -> int:
 
 
 def rank_of_launcher() -> int:
-    """The rank that a launcher has put into the environment, else that of the Ray actor of this process, else 0."""
-    found = next((value for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if (value := os.environ.get(name))), None)
-    return int(found or os.environ.get("SHAKETABLE_PLACE", "").partition(":")[0] or 0)
+    """The rank that a launcher has put into the environment: `RANK`; else that of the Ray actor; else the first that is not 0.
+
+    All actors of a node inherit the `SLURM_PROCID` of the task that started Ray there, and all workers of one SLURM task have
+    that task's.
+    """
+    if rank := os.environ.get("RANK"):
+        return int(rank)
+    actor = os.environ.get("SHAKETABLE_PLACE", "").partition(":")[0]
+    return next((rank for value in (actor, *map(os.environ.get, _RANKS)) if (rank := int(value or 0))), 0)
+
+
+_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
+"""Where launchers write a rank that knows nothing of torch."""
 
 
 class Injection:
@@ -345,13 +356,24 @@ class Injection:
                 raise PlanError(f"there is no clause {clause}; this plan has {known}")
             if not isinstance(self.faults[clause], MagnitudeFault):
                 raise PlanError(f"clause {clause}, {self.faults[clause].text()}, has no magnitude")
+        chosen = [i for i, f in enumerate(self.faults) if clause in (None, i) and isinstance(f, MagnitudeFault)]
+        if not chosen:
+            raise PlanError(f"no clause of this plan has a magnitude: {self.plan.text()}")
+        changed = {i: self._with_magnitude(self.faults[i], magnitude) for i in chosen}
         if not self._changing:
             self.settle()
-        for i, fault in enumerate(self.faults):
-            if clause in (None, i) and isinstance(fault, MagnitudeFault):
-                self.faults[i] = fault.with_magnitude(magnitude)
-                self.sites[i].asked = self.faults[i].asked()
+        for i, fault in changed.items():
+            self.faults[i] = fault
+            self.sites[i].asked = fault.asked()
         self.rewrite()
+
+    @staticmethod
+    def _with_magnitude(fault: FaultBase, magnitude: float) -> FaultBase:
+        assert isinstance(fault, MagnitudeFault)
+        try:
+            return fault.with_magnitude(magnitude)
+        except ValidationError as error:
+            raise PlanError(f"{fault.kind}: {first_problem(error)}") from None
 
     @property
     def is_training(self) -> bool:

@@ -303,6 +303,8 @@ class GraphTrace:
         """A pass begins; it is packed when it is needed."""
         self.known: Tensor | None = None
         self.counts: dict[str, int] = {}
+        self.casts: list[Tensor] = []
+        """Weights of heads in another type."""
         self.frame: Frame | None = None
         """The frame of what runs between the graphs of the pass."""
 

@@ -143,7 +143,7 @@ class Traced:
     def at(self, family: str, tensors: list[Any]) -> list[Tap]:
         """The taps of an operator that is given these."""
         entry, weights = self.entry, self.taps.weights
-        excluded = entry.excluded or weights.traced_owner(tensors)
+        excluded = entry.excluded or ("lm_head" if weights.is_traced_head(tensors, self.trace.casts) else None)
         if excluded is None and entry.is_root and weights.has_head and self._is_by_hand():
             excluded = "lm_head"
         return self.taps.tapped(family, entry.owner, entry.layer, excluded)
@@ -253,13 +253,15 @@ class ExcludedWeights:
         """Whether there is a head among them."""
         return len(self._heads) > 0
 
-    def traced_owner(self, tensors: list[Any]) -> str | None:
-        """The same while a graph is traced, where memory has no address: a head is known as the object that it is."""
-        for module in self._heads:
-            for x in tensors:
-                if x is module.weight:
-                    return "lm_head"
-        return None
+    def is_traced_head(self, tensors: list[Any], casts: list[Tensor]) -> bool:
+        """Whether one of these is a head's weight, a view or a cast of it. Traced tensors have no address."""
+        heads = [module.weight for module in self._heads] + casts
+        for x in tensors:
+            if isinstance(x, Tensor):
+                for head in heads:
+                    if x is head or x._base is head:
+                        return True
+        return False
 
 
 def _function_by_hand() -> str | None:
@@ -505,15 +507,24 @@ class Operators(TorchFunctionMode):
         if operator is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if operator is _CAST:
-            return self.taps.weights.cast(args[0], func(*args, **kwargs))
+        if operator == _CAST:  # dynamo makes tuples anew: they are equal, not identical
+            return self._cast(args[0], func(*args, **kwargs))
         where = self._where(operator[0], kwargs)
         if where is None:
             return func(*args, **kwargs)
-        if operator is _WHOLE:
+        if operator == _WHOLE:
             with self:
                 return open_multi_head()(*args, **kwargs)
         return self._meet(where, func, operator, args, kwargs)
+
+    def _cast(self, x: Any, result: Any) -> Any:
+        """The result of a cast, remembered where it is a head's weight in another type."""
+        if not torch.compiler.is_compiling():
+            return self.taps.weights.cast(x, result)
+        trace = op.traces[self.injection.handle]
+        if op.present[self.injection.handle] and self.taps.weights.is_traced_head([x], trace.casts):
+            trace.casts.append(result)
+        return result
 
     def _where(self, family: str, kwargs: dict[str, Any]) -> Here | Traced | None:
         """Where an operator is met: in a frame, or in the graph that is being traced; None where it is nobody's business."""

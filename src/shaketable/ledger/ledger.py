@@ -195,7 +195,9 @@ class SiteLedger:
         slack = TOLERANCE * self.asked + 3 * self.measured().uncertainty
         if abs(found - self.asked) <= slack:
             return None
-        return f"asked for {self.asked:g}, measured {found:.3g}: the tensor's own type rounds, or the fault is data-dependent"
+        was_set = "the magnitude was changed in between"
+        why = was_set if self.named != self.fault else "the tensor's own type rounds, or the fault is data-dependent"
+        return f"asked for {self.asked:g}, measured {found:.3g}: {why}"
 
     def summary(self) -> str:
         """One line: how often it fired, and whether what was measured is what was asked for."""
