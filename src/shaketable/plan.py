@@ -41,7 +41,7 @@ from pydantic import (
 from shaketable.errors import PlanError, first_problem, nearest
 from shaketable.faults import KINDS, Fault, FaultBase, Format, MagnitudeFault, make_fault
 from shaketable.io.yaml_file import LONGEST, read_yaml
-from shaketable.layer_ranges import Layers, join_layers, parse_layers
+from shaketable.layer_ranges import Layers, parse_layers
 
 T = TypeVar("T", bound=BaseModel)
 Level = Literal["module", "layer", "op"]
@@ -119,7 +119,7 @@ class Site(BaseModel):
     def text(self) -> str:
         """The site as the plan language writes it."""
         keys = [(k, getattr(self, k)) for k in SITE_KEYS]
-        parts = [f"{k}={_join(k, v)}" for k, v in keys if v not in ((), "", None)]
+        parts = [f"{k}={'+'.join(v) if isinstance(v, tuple) else v}" for k, v in keys if v not in ((), "", None)]
         return ",".join([self.label, *parts])
 
 
@@ -198,13 +198,9 @@ class Plan(BaseModel):
         if isinstance(source, Plan):
             return source if seed is None else _checked(cls, {"clauses": source.clauses, "seed": seed}, "plan")
         if isinstance(source, Path) or re.search(r"\.ya?ml$", source.strip()):
-            return cls._from_yaml(source if isinstance(source, Path) else Path(source.strip()), seed)
+            path = source if isinstance(source, Path) else Path(source.strip())
+            return cls.from_data(read_yaml(path, "the plan file", PlanError), seed=seed, name=str(path))
         return cls.parse(source, seed=seed or 0)
-
-    @classmethod
-    def _from_yaml(cls, path: Path, seed: int | None) -> Plan:
-        data = read_yaml(path, "the plan file", PlanError)
-        return cls.from_data(data, seed=seed, name=str(path))
 
     @classmethod
     def from_data(cls, data: object, *, seed: int | None = None, name: str = "plan") -> Plan:
@@ -219,12 +215,6 @@ class Plan(BaseModel):
         clauses = tuple(c for item in items for c in _item(item))
         chosen = body.get("seed", 0) if seed is None else seed
         return _checked(cls, {"clauses": clauses, "seed": chosen}, name)
-
-
-def _join(key: str, value: Any) -> str:
-    if key == "layers":
-        return join_layers(value)
-    return value if isinstance(value, str) else "+".join(value)
 
 
 def _first_repeated(values: tuple[str, ...]) -> str | None:

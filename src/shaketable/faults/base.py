@@ -1,17 +1,10 @@
-"""What every fault is: a frozen description, one pure method, and a way to read its magnitude back.
+"""The base of all faults: a frozen description, one pure method, and a way to read its magnitude back.
 
-A fault knows nothing of models. It is a pydantic model (so a plan is validated without importing torch: torch is
-only named in type positions here) with
+A fault knows nothing of models. It is a pydantic model, so a plan is validated without importing torch, with
 
 * `apply(x, draw)`: the faulty tensor. Pure: the same tensor and the same `Draw` give the same bits.
-* `gradient(g, x, draw)`: the vector-Jacobian product of what `apply` computes. The default is straight-through,
-  which is right for additive noise and is the convention for quantization.
-* `read_back(clean, faulty, lanes)`: the magnitude as it can be measured from one before/after pair. The ledger compares it
-  with the magnitude that was asked for, so that a plan of 5 % that arrives as 0 % cannot go unnoticed.
-
-Rejected: a registry with decorators. The union in `faults/__init__.py` is the registry; adding a fault is one class
-and its name in that union. Rejected: tensor-valued magnitudes inside the fault. A changed magnitude is a new fault
-(`with_magnitude`), which keeps every fault hashable, frozen and printable.
+* `gradient(g, x, draw)`: the vector-Jacobian product of `apply`; straight-through by default.
+* `read_back(clean, faulty, lanes)`: the magnitude measured from a before/after pair, which the ledger compares with the plan's.
 """
 
 from __future__ import annotations
@@ -34,9 +27,9 @@ class FaultBase(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     random: ClassVar[bool] = False
-    """Whether two calls on the same tensor differ. Deterministic faults on weights are computed once per weight."""
+    """Whether two calls on the same tensor differ."""
     alike: ClassVar[bool] = False
-    """Whether every value follows the same law, whatever the others are: then some of them tell as much as all."""
+    """Whether it acts on each value by itself, so that a sample of the values suffices to measure it."""
     saves_input: ClassVar[bool] = False
     """Whether `gradient` looks at the clean input."""
     points: ClassVar[tuple[str, ...]] = ("output",)
@@ -58,7 +51,7 @@ class FaultBase(BaseModel):
 
     @property
     def tells(self) -> Literal["values", "rows", "whole"]:
-        """What a measurement must look at: some values, some whole rows, or all of the tensor."""
+        """The sample that measures it: some values, some whole rows, or the whole tensor."""
         return "values" if self.alike else "whole"
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:

@@ -1,8 +1,8 @@
 """Clipping: values too small to be represented vanish, values too large are cut.
 
-The threshold is a fraction of a maximum, and the maximum must say over what: `tensor` (the whole tensor), `token`
-(the last dimension) or `block` (32 values of the last dimension, as a block format would share one scale). The choice
-decides everything: 0.01 of the tensor's maximum zeroes 99.9 % of a middle layer, because a few activations are massive.
+The threshold is a fraction of a maximum over the whole tensor (`tensor`), the last dimension (`token`) or 32 values of it
+(`block`). The choice decides everything: 0.01 of the tensor's maximum zeroes 99.9 % of a middle layer, because a few
+activations are massive.
 
 The gradient is that of what is computed with the maximum held fixed: zero where the value was zeroed or cut, one
 elsewhere.

@@ -1,11 +1,10 @@
 """Noise, bias and gain: faults that add something to every value or scale it.
 
-Arithmetic is done in float32 (float64 for float64 tensors) and rounded once to the tensor's own type, as a faulty
-unit with a wide accumulator would. z is a standard normal keyed per element (see `rng.py`). Where a GPU's fused kernels
-(`gpu`) or the compiled ones of a CPU (`native`) take the tensor, they do; the formulas here are what they are tested against.
+Arithmetic is done in float32 (float64 for float64 tensors) and rounded once to the tensor's own type. z is a standard normal
+keyed per element (see `rng.py`). The kernels of a GPU (`gpu`) and of a CPU (`native`) are tested against the formulas here.
 
-Gradients are those of the formula with every statistic (a standard deviation, a maximum) held fixed: relative noise is
-linear in x, so its gradient carries the *same* z, drawn again from the same key instead of being stored.
+Gradients are those of the formula with every statistic (a standard deviation, a maximum) held fixed. Relative noise is linear
+in x, so its gradient has the same z, drawn again from the same key.
 """
 
 from __future__ import annotations
@@ -32,34 +31,27 @@ def wide(x: Tensor) -> Tensor:
 
 
 def middle(x: Tensor) -> Tensor:
-    """Mean of the finite values, as a zero-dimensional tensor; summed in memory order, whatever the layout."""
+    """Mean of the finite values, as a zero-dimensional tensor."""
     fast = gpu.moment(x, gpu.MEAN)
-    if fast is not None:
-        return fast
-    w = wide(x).contiguous()
-    finite = w.isfinite()
-    return w.where(finite, 0.0).sum() / finite.sum().clamp_min(1)
+    return _mean(wide(x), x) if fast is None else fast
 
 
 def spread(x: Tensor) -> Tensor:
     """Standard deviation of the finite values, as a zero-dimensional tensor."""
     fast = gpu.moment(x, gpu.SPREAD)
-    if fast is not None:
-        return fast
-    w = wide(x).contiguous()
-    finite = w.isfinite()
-    square = (w - middle(w)).where(finite, 0.0).square().sum()
-    return (square / finite.sum().clamp_min(1)).sqrt()
+    return _mean((wide(x) - middle(wide(x))).square(), x).sqrt() if fast is None else fast
 
 
 def size(x: Tensor) -> Tensor:
     """Root mean square of the finite values, as a zero-dimensional tensor."""
     fast = gpu.moment(x, gpu.SIZE)
-    if fast is not None:
-        return fast
-    w = wide(x).contiguous()
-    finite = w.isfinite()
-    return (w.where(finite, 0.0).square().sum() / finite.sum().clamp_min(1)).sqrt()
+    return _mean(wide(x).square(), x).sqrt() if fast is None else fast
+
+
+def _mean(w: Tensor, x: Tensor) -> Tensor:
+    """The mean of w where x is finite, summed in memory order whatever the layout."""
+    finite = x.isfinite().contiguous()
+    return w.contiguous().where(finite, 0.0).sum() / finite.sum().clamp_min(1)
 
 
 def in_units(x: Tensor, draw: Draw, factor: float, unit: Tensor) -> Tensor:

@@ -5,12 +5,8 @@ two more), and a Box-Muller transform turns them into two normals. The polynomia
 fixed order of operations and without fused multiply-adds, so that this file (plain torch, any device) and the C++ of
 `native.cpp` give the *same bits*: a run does not change its noise because a compiler was missing.
 
-The two of a pair lie side by side. So whoever computes element by element (a compiler that fuses noise with its neighbours) has
-both of them in one thread, and makes their hashes once. Keys are made in Python from (seed, site, moment, rank): see
-`inject/passes.py`.
-
-Rejected: torch.Generator. One per site is needed to key the noise, a CPU generator makes 125 M normals a second and
-core, and on an accelerator its stream depends on launch geometry.
+The two of a pair lie side by side, so a kernel that computes element by element makes their hashes once. Keys are made in
+Python from (seed, site, pass, rank): see `inject/passes.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ def key_of(*parts: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one application of a fault may depend on besides the tensor."""
+    """The key of one application of a fault, and the fault's statistic."""
 
     key: int
     """Keys all randomness of this application."""
@@ -53,7 +49,7 @@ class Draw:
 
     @property
     def normal_key(self) -> int:
-        """What `normals` and the fused kernels are keyed by: the hash of an element needs a key that is well mixed."""
+        """The key of `normals` and of the kernels, mixed once more."""
         return mix64(self.key ^ 0xD1CE)
 
     def normal(self, x: Tensor) -> Tensor:

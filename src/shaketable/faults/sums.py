@@ -1,4 +1,4 @@
-"""What a fault changed: twelve sums over a before/after pair, from which the ledger's numbers are made.
+"""Twelve sums over a before/after pair, from which the ledger's numbers are made.
 
 | sum | over |
 |---|---|
@@ -12,11 +12,8 @@
 | ratio, deviation | squared relative error and absolute error of the nonzero ones |
 | cross | error times clean value of the finite ones |
 
-One pass over the data: the C++ of `native.cpp` on a CPU, `kernels/measure.py` on a GPU, plain torch elsewhere. All stay on
-the tensor's device, so whoever asks a GPU does not wait for it.
-
-A tensor is measured by a bounded sample where its fault acts on every value by the same law (`FaultBase.tells`): whole rows,
-spread evenly. Where the sample shows no difference (gradients of most tokens may be zero) all of it is looked at.
+One pass over the data: the C++ of `native.cpp` on a CPU, `kernels/measure.py` on a GPU, plain torch elsewhere. All stay on the
+tensor's device. Where `FaultBase.tells` allows it, whole rows spread evenly over the tensor are measured, up to a bound.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The plan on one model: what it matches there, and every hook that is set and taken off again.
 
-torch.compile bakes hooks into graphs and does not look again. So setting and removing hooks drops what has been compiled
-so far; what is compiled while the plan is on carries the taps, and from then on the magnitude and the phase change nothing in
-the graph. Switched off there is a second graph, without them (`op.py`).
+torch.compile bakes hooks into graphs and does not look again, so setting and removing hooks drops what has been compiled.
 """
 
 from __future__ import annotations
@@ -62,12 +60,12 @@ class Attached(Hook):
         self.anatomy = Anatomy.of(model)
         self.has_closed_attention = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
         reasons = {p.name: "rotary" if is_rotary(p.module) else self.anatomy.excluded(p) for p in self.anatomy.parts if p.name}
-        self.left_out = {name: r for name, r in reasons.items() if r in ("lm_head", "router", "lora", "rotary")}
+        self.left_out = {name: why for name, why in reasons.items() if why not in (None, "embedding")}
         self.entries: dict[int, Entry] = {}
         self.points: dict[tuple[int, str], tuple[nn.Module, list[Tap]]] = {}
         self.weights: list[tuple[nn.Module, weights.WeightTap]] = []
         self.heads: list[Tap] = []
-        """Those on what heads are given and return."""
+        """The taps on inputs and outputs of heads."""
         self.written: Written | None = None
         """Where the faults of weights are written into them."""
         self.hooks: list[RemovableHandle] = []
@@ -133,9 +131,8 @@ class Attached(Hook):
     def _framed(self) -> Iterator[tuple[Part, str | None]]:
         """Modules that open a frame, with the operator they are as a whole: the root, containers, and exceptions.
 
-        Operators are met only where a frame is open, so under their plans every container opens one: others may recompute
-        any of them by itself. Elsewhere the layers do. Noise that is held for a rollout is the same whatever is recomputed, so
-        for that the root will do.
+        Operators are met only where a frame is open, and any container may be recomputed by itself, so under their plans each
+        opens one. Elsewhere the layers do. Noise that is held for a rollout does not depend on recomputation: the root will do.
         """
         operator_sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
         met = {family for site in operator_sites for family in families(site.names)}
@@ -190,7 +187,7 @@ class Attached(Hook):
             entry.atomic = atomic
             entry.is_root = part.module is self.model
             entries.append(entry)
-            self.hooks.append(part.module.register_forward_pre_hook(_Enter(self.injection, entry), with_kwargs=True))
+            self.hooks.append(part.module.register_forward_pre_hook(_FrameHook(self.injection, entry), with_kwargs=True))
         if self.injection.has_operators:
             for part, _ in framed:
                 if (reason := self._excluded(part)) is not None:
@@ -206,16 +203,18 @@ class Attached(Hook):
             for module, tap in self.weights:
                 weights.add_tap(module, tap)
         for entry in entries:
-            leave = _Leave(self.injection, entry)
+            leave = _FrameHook(self.injection, entry)
             self.hooks.append(entry.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
-        self._mark_generate()
+        for part in self.anatomy.parts:  # `generate` of this model is a rollout by itself
+            if part.module not in self.skip and (home := mark_generate(type(part.module))) is not None:
+                self.generators.append(home)
         passes.watch(self.injection)
         forget_compiled()
 
     def _hook_operator(self, entry: Entry) -> None:
         """Taps of a module that is one operator as a whole."""
         assert entry.atomic
-        taps = self.injection.operators.of(entry.atomic, entry)
+        taps = self.injection.operators.tapped(entry.atomic, entry.owner, entry.layer, entry.excluded)
         if not taps:
             return
         hook = operators.OperatorModule(self.injection, taps)
@@ -225,13 +224,6 @@ class Attached(Hook):
             for tap in hook.backward:
                 own = weights.WeightTap("weight", tap, entry, gradient_only=True)
                 self.weights.append((entry.module, own))
-
-    def _mark_generate(self) -> None:
-        """`generate` of this model is a rollout by itself."""
-        for part in self.anatomy.parts:
-            module = part.module
-            if module not in self.skip and (home := mark_generate(type(module))) is not None:
-                self.generators.append(home)
 
     def unhook(self) -> None:
         """Take every hook off again."""
@@ -249,26 +241,18 @@ class Attached(Hook):
         forget_compiled()
 
 
-class _EntryHook(Hook):
-    """A hook of a module that opens a frame."""
+class _FrameHook(Hook):
+    """Forward pre-hook of a module that opens a frame, and its forward hook, which runs also when the module raises."""
 
     def __init__(self, injection: Injection, entry: Entry) -> None:
         self.injection = injection
         self.entry = entry
 
-
-class _Enter(_EntryHook):
-    """Its forward pre-hook."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.injection.enter(self.entry, args, kwargs)
-
-
-class _Leave(_EntryHook):
-    """Its forward hook; runs also when the module raises."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self.injection.leave(self.entry)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+        if output:
+            self.injection.leave(self.entry)
+        else:
+            self.injection.enter(self.entry, args, kwargs)
 
 
 def refuse(model: nn.Module) -> None:
@@ -283,9 +267,7 @@ def refuse(model: nn.Module) -> None:
 
 
 def put_behind(later: Attached, earlier: Attached) -> None:
-    """Have one plan act after another on the outputs that both are at: hooks of a module are called in the order of their
-    dictionary, which is that of their registration unless somebody moves them. Both must be hooked.
-    """
+    """Have one plan act after another on the outputs of both, by moving its hooks to the end. Both must be hooked."""
     for place, (module, _) in later.points.items():
         if place in earlier.points and place[1] == "output":
             hooks = module._forward_hooks

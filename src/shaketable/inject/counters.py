@@ -1,14 +1,11 @@
 """What is counted and measured of a tap: one row of numbers per direction, on the device where it happens.
 
-Every fire is counted. **Which fires are measured is decided by one rule**, `is_due`: when the fires so far have reached the
-row's mark, which is then set to twice that number plus one (so the 1st, 2nd, 4th, 8th, … time), and always as long as none has
-changed anything. So the cost of measuring vanishes in a long run, and "this changed nothing" is a fact and never a sampling
-accident. Noise that is held for a rollout is measured at every draw: there are few, and its magnitude follows a schedule.
-In a captured graph the kernel at the head of a pass applies that rule to all rows (`faults/gpu/kernels/begin_pass.py`).
+Every fire is counted. **Which fires are measured is decided by one rule**, `is_due`: the 1st, 2nd, 4th, 8th, …, and every one
+as long as none has changed anything. So the cost of measuring vanishes in a long run, and "this changed nothing" is a fact.
+Noise that is held for a rollout is measured at every draw: there are few, and its magnitude follows a schedule. In a captured
+graph the kernel at the head of a pass applies the rule (`faults/gpu/kernels/begin_pass.py`).
 
-What a measured fire adds to its row is made from the twelve sums of `faults/sums.py`, and never waits for a device.
-
-The rows are told to the ledger by `settle` alone, as differences to what it was told before.
+`settle` alone brings the rows to the ledger, as differences to what it brought before.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ def capturing() -> bool:
 
 
 def may_wait() -> bool:
-    """Whether this thread may wait for a device. The writer never may: any other thread may be capturing a graph meanwhile."""
+    """Whether this thread may wait for a device. The writer never may: another thread may be capturing a graph."""
     return threading.current_thread().name != WRITER and not capturing()
 
 
@@ -56,34 +53,31 @@ def is_due(fires: float, changed: float, mark: float) -> bool:
 
 
 class Measurement(NamedTuple):
-    """What one measured fire found, still on the device of its tensor."""
+    """The result of one measured fire, still on the device of its tensor."""
 
     fault: FaultBase
     sums: Tensor
     magnitude: Tensor | None
     """Where the sums alone do not tell it."""
 
-    def columns(self) -> list[float]:
-        """What it adds to a row, from `MEASURED` on. Asks the device."""
-        return self._columns(self.sums.cpu(), None if self.magnitude is None else float(self.magnitude))
-
     @classmethod
     def all_columns(cls, found: list[Measurement]) -> list[list[float]]:
-        """The same of many, on one device: it is asked once, however many there are."""
+        """The columns of many on one device, which is waited for once."""
         sums = torch.stack([one.sums for one in found]).cpu()
-        told = [one.magnitude.double() for one in found if one.magnitude is not None]
-        magnitudes = iter(torch.stack(told).tolist() if told else ())
+        read_back = [one.magnitude.double() for one in found if one.magnitude is not None]
+        magnitudes = iter(torch.stack(read_back).tolist() if read_back else ())
         return [
-            one._columns(own, None if one.magnitude is None else next(magnitudes)) for one, own in zip(found, sums, strict=True)
+            one.columns(own, None if one.magnitude is None else next(magnitudes)) for one, own in zip(found, sums, strict=True)
         ]
 
-    def _columns(self, sums: Tensor, magnitude: float | None) -> list[float]:
+    def columns(self, sums: Tensor, magnitude: float | None) -> list[float]:
+        """What it adds to a row, from `MEASURED` on, given its numbers on the host."""
         found = self.fault.magnitude_of(sums) if magnitude is None else magnitude
         size = math.nan if found is None else float(found)
         numbers = sums.tolist()
         error = numbers[s.ERROR] / numbers[s.SIZE] if numbers[s.SIZE] > 0 else 0.0
-        told = [1.0, size, size * size] if math.isfinite(size) else [0.0, 0.0, 0.0]
-        return [1.0, error, *numbers[s.VALUES : s.SURVIVED + 1], *told]
+        magnitudes = [1.0, size, size * size] if math.isfinite(size) else [0.0, 0.0, 0.0]
+        return [1.0, error, *numbers[s.VALUES : s.SURVIVED + 1], *magnitudes]
 
 
 def measure(fault: FaultBase, clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> Measurement:
@@ -104,8 +98,8 @@ def measure(fault: FaultBase, clean: Tensor, faulty: Tensor, lanes: Tensor | Non
 class HostTable:
     """The rows of an injection's taps in the memory of the host.
 
-    What was measured on another device stays there until somebody reads the ledger, or until the eighth fire. Until then nobody
-    knows whether anything has changed, and the row is measured by its mark alone.
+    What was measured on another device stays there until the ledger is read, or until the eighth fire. Until then it is not
+    known whether anything has changed, and the row is measured by its mark alone.
     """
 
     def __init__(self) -> None:
@@ -149,7 +143,7 @@ class HostTable:
         at = 2 * tap.index + backward
         with self._lock:
             if found.sums.device.type == "cpu":
-                self._add(at, found.columns())
+                self._add(at, found.columns(found.sums, None if found.magnitude is None else float(found.magnitude)))
             else:
                 self._pending.setdefault(at, []).append(found)
 
@@ -159,7 +153,7 @@ class HostTable:
             row[column] += number
 
     def _fold(self) -> None:
-        """Ask every device what it has measured."""
+        """Add what other devices have measured, waiting for each of them once."""
         pending, self._pending = self._pending, {}
         devices: dict[torch.device, list[tuple[int, Measurement]]] = {}
         for at, measured in pending.items():
@@ -184,12 +178,12 @@ class HostTable:
                         self._told[at] = list(self._rows[at])
 
     def saved(self) -> list[list[float]]:
-        """What a process that goes on with this one's work has to know."""
+        """The rows, for a process that resumes this run."""
         with self._lock:
             return [list(row) for row in self._rows]
 
     def go_on(self, rows: list[list[float]]) -> None:
-        """Count on from rows that `saved` gave, so that the same fires are measured; the ledger is told only what is new."""
+        """Count on from rows that `saved` gave, so that the same fires are measured; only what is new goes to the ledger."""
         with self._lock:
             for at, row in enumerate(rows):
                 self._rows[at], self._told[at] = list(row), list(row)

@@ -1,21 +1,19 @@
 """CUDA graphs: what captured kernels read of their taps, and where they count.
 
-A CUDA graph cannot ask Python anything. So an injection has a table in the memory of each GPU: per tap and use a row of key,
-scale and flags, and beside it a row of counters per tap and direction (`counters.py`). One small kernel at the head of a pass
-(`faults/gpu/kernels/begin_pass.py`) writes the rows of the whole pass; it is replayed too, and takes the next key of a clock
-in the GPU's memory. The switch and the magnitudes are copied to the table when they change.
+A replay runs no Python. So an injection has a table in the memory of each GPU: per tap and use a row of key, scale and flags,
+and per tap and direction a row of counters (`counters.py`). One small kernel at the head of a pass
+(`faults/gpu/kernels/begin_pass.py`) writes the rows of the whole pass; it is replayed too, and takes the next key of a clock in
+the GPU's memory. The switch and the magnitudes are copied to the table when they change.
 
-The rows of a pass belong to the pass: a backward pass may come after other forward passes. They come in pages of so many uses
-of every tap, in one direction and for one argument. Tables are made when hooks are set or when a model is first called on a
-GPU, because nothing may be allocated for good during a capture, and they never move. Noise that is held for a rollout needs
-no table: a replay reads the noisy weight itself. A plan that was off or had magnitude 0 left nothing in the graph, and a fault
-without noise that takes several operators is in it with the magnitude of that moment.
+The rows of a pass belong to the pass, because a backward pass may come after other forward passes. They come in pages: some
+uses of every tap, in one direction and for one argument. Tables are made before a capture, during which nothing can be
+allocated for good, and never move. Noise that is held for a rollout needs no table: a replay reads the noisy weight. A fault
+without noise that takes several operators is captured with its present magnitude.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,23 +35,6 @@ if TYPE_CHECKING:
     from shaketable.inject.passes import Pass
 
 
-# ---- the injections of this process
-
-_injections: weakref.WeakSet[Injection] = weakref.WeakSet()
-
-
-def watch(injection: Injection) -> None:
-    """Count an injection among those that are alive."""
-    _injections.add(injection)
-
-
-def injections() -> list[Injection]:
-    """Every injection that is alive."""
-    return list(_injections)
-
-
-# ---- the table of a GPU
-
 USES, USES_OF_OPERATORS = 4, 16
 """Uses of a tap on one page: a module is called once in a pass, a layer has a dozen products."""
 _CLOCK, _OWN = 1, 2
@@ -73,7 +54,6 @@ class DeviceTable:
         self._step: int | None = None
         self._written: object = None
         """What `live` was last written from."""
-        self._loaded: set[object] = set()
         self._lock = threading.Lock()
         n = len(taps)
         self.keys = torch.zeros(2, n, dtype=torch.int64, device=device)
@@ -122,19 +102,15 @@ class DeviceTable:
         which = self, backward, argument, number
         found = current.pages.get(which)
         if found is None:
-            rows = torch.empty(len(self.taps) * self.uses, 4, dtype=torch.int32, device=self.device)
-            self.fill(rows, current, backward, (argument << 32) + number * self.uses)
-            found = current.pages[which] = rows
+            self.is_used = True
+            found = torch.empty(len(self.taps) * self.uses, 4, dtype=torch.int32, device=self.device)
+            moment, known = _OWN, current.pages.get((self, "moment"))
+            if known is None:
+                moment, known = _CLOCK, current.pages.setdefault((self, "moment"), torch.empty_like(self.clock))
+            base = (argument << 32) + number * self.uses
+            self._begin(found, current.phase, backward, moment, known, base=base, on=any(current.acts))
+            current.pages[which] = found
         return found
-
-    def fill(self, rows: Tensor, current: Pass, backward: bool = False, base: int = 0) -> None:
-        """Write the rows of a pass, from the use `base` on."""
-        self.is_used = True
-        known = current.pages.get((self, "moment"))
-        moment = _CLOCK if known is None else _OWN
-        if known is None:
-            known = current.pages[self, "moment"] = torch.empty_like(self.clock)
-        self._begin(rows, current.phase, backward, moment, known, base=base, on=any(current.acts))
 
     def _begin(self, rows: Tensor, phase: str, backward: bool, kind: int, own: Tensor, *, base: int = 0, on: bool) -> None:
         from shaketable.faults.gpu.kernels.begin_pass import begin_pass
@@ -149,12 +125,9 @@ class DeviceTable:
     def row(self, what: Application, *, counted: bool = True) -> gpu.TableRow:
         """Where the kernel of one application reads, and counts."""
         page = self.page(what.current, what.backward, what.argument, what.number // self.uses)
-        row, place = self.taps[what.tap] * self.uses + what.number % self.uses, self.place(what.tap, what.backward)
-        return gpu.TableRow(page, self.sums, row, place if counted else 2 * len(self.taps))
-
-    def place(self, tap: Tap, backward: bool) -> int:
-        """The row of a tap's counters."""
-        return backward * len(self.taps) + self.taps[tap]
+        n, tap = len(self.taps), self.taps[what.tap]
+        place = what.backward * n + tap if counted else 2 * n
+        return gpu.TableRow(page, self.sums, tap * self.uses + what.number % self.uses, place)
 
     # ---- the operator, here
 
@@ -164,7 +137,6 @@ class DeviceTable:
         how = recipe(what.fault)
         again = what.recomputing and not what.backward
         if how is not None and not tap.transposed and gpu.fits(x):
-            self._load(how, x)
             y = how.apply(x, self.row(what, counted=mask is None and not again))
             if again:
                 self.injection.counters.count_recomputed(tap)
@@ -196,19 +168,6 @@ class DeviceTable:
             if y is not None:
                 return y if mask is None else y.where(mask, g)
         return torch.where(row.rows[row.row, 3] != 0, tap.pull_back(g, x, what), g)
-
-    def _load(self, how: object, x: Tensor) -> None:
-        """See that the kernels of a capture are on the GPU: nothing can be loaded during one."""
-        like = getattr(how, "kind", None), x.dtype, x.numel() % gpu.BLOCK == 0
-        if like in self._loaded or capturing():
-            return
-        self._loaded.add(like)
-        scratch = torch.zeros(gpu.BLOCK if like[2] else 1, dtype=x.dtype, device=x.device)
-        gpu.tell(
-            scratch,
-            scratch,
-            gpu.TableRow(torch.zeros(1, 4, dtype=torch.int32, device=self.device), self.sums, 0, 2 * len(self.taps)),
-        )
 
     # ---- the ledger
 
@@ -270,21 +229,16 @@ class DeviceTables:
             self.injection.ledger.kernel = kernel or "torch"
             taps = [tap for tap in self.injection.taps if tap.reads_tables and device not in tap.tables]
             if taps and kernel is not None:
-                self._add(DeviceTable(self.injection, device, taps))
-
-    def _add(self, table: DeviceTable) -> None:
-        self.all.append(table)
-        for tap in table.taps:
-            tap.tables[table.device] = table
-
-    def on(self, device: torch.device) -> list[DeviceTable]:
-        """The tables of one GPU."""
-        return [table for table in self.all if table.device == device]
+                self.all.append(DeviceTable(self.injection, device, taps))
+                for tap in taps:
+                    tap.tables[device] = self.all[-1]
 
     def begin(self, current: Pass) -> None:
         """A pass begins that is captured: the kernels at its head are captured with it."""
-        for table in self.on(torch.device("cuda", torch.cuda.current_device())):
-            table.page(current)
+        device = torch.device("cuda", torch.cuda.current_device())
+        for table in self.all:
+            if table.device == device:
+                table.page(current)
 
     def apply(self, x: Tensor, what: Application) -> Tensor | None:
         """The faulty tensor of a pass that is being captured; None where nothing is."""
@@ -306,34 +260,18 @@ class DeviceTables:
             raise PlanError(f"{what.tap.site.label}: capture the forward pass together with its backward pass")
         return table.pull_back(g, x, what)
 
-    def make_keys(self) -> None:
-        """Copy the keys of the taps to every GPU."""
-        for table in self.all:
-            table.make_keys()
-
-    def update(self) -> None:
-        """Copy the switch, the magnitudes and the step to every GPU."""
-        for table in self.all:
-            table.update()
-
     def forget(self) -> None:
         """Count from zero again; a forked child has no GPU to do so on."""
         if not torch.cuda._is_in_bad_fork():
             for table in self.all:
                 table.forget()
 
-    def settle(self) -> None:
-        """Tell the ledger what kernels did."""
-        for table in self.all:
-            table.settle()
-
     def close(self) -> None:
-        """Let the tables go, at once: what is freed by chance, by the garbage collector, may be freed during a capture.
+        """Free the tables, now: the garbage collector might do so during a capture.
 
-        A graph that was captured with a table may outlive the plan. Its replays go on reading and writing there, so such a
-        table stays for the rest of the process: a few hundred kilobytes, clean.
+        Replays of a graph that was captured with a table go on reading and writing there, so that table stays for the rest of
+        the process: a few hundred kilobytes.
         """
-        self.settle()
         _outliving.extend(table for table in self.all if table.is_used)
         self.all = []
         for tap in self.injection.taps:

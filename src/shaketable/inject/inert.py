@@ -1,12 +1,11 @@
 """Counts passes for the judge of "this clause did nothing" (`ledger/inert.py`), so that it can be asked while a run goes on.
 
-Counted are the passes of whole models in which a clause was **on**: its phase is that of the pass, its magnitude is not 0, and
-the model has a site that it matches. A pass that raised does not count, nor does one that was recomputed, nor one of a part of
-the model. A clause that acts backward only counts where a backward pass has run. A clause that fired is left alone when its
-magnitude has been set, because it may follow a schedule. One that was seen to change a value is not looked at again.
+A pass of a whole model counts for a clause that was **on** in it: its phase is that of the pass, its magnitude is not 0, and it
+matches a site of the model. A pass that raised or was recomputed does not count. A clause that acts backward only counts once a
+backward pass has run. A clause that fired is left alone when its magnitude has been set, because it may follow a schedule.
 
 Passes of a model that is compiled as a whole, or replayed from a CUDA graph, run no Python and are not counted here; an engine
-that knows of them says so (`saw_pass`). The ledger counts what fires there, so `changed no value` is known anyway.
+that knows of them calls `saw_pass`.
 """
 
 from __future__ import annotations

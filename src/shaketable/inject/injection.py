@@ -22,7 +22,7 @@ from torch import nn
 from shaketable.errors import PlanError, first_problem, nearest
 from shaketable.faults import FaultBase, MagnitudeFault
 from shaketable.faults.cpu import native
-from shaketable.inject import cuda_graphs, op, operators, passes
+from shaketable.inject import op, operators, passes
 from shaketable.inject.attach import Attached
 from shaketable.inject.counters import HostTable, capturing
 from shaketable.inject.cuda_graphs import DeviceTables
@@ -77,9 +77,12 @@ def inject(
 
 def open_injection(model: nn.Module) -> Injection | None:
     """An injection of this very model that `enable` switched on and nobody closed: no `with` and no AQN will end it."""
-    every = (injection for injection in cuda_graphs.injections() if not injection.hold and not injection.depth)
-    on = (injection for injection in every if injection.enabled and not injection.closed)
+    on = (injection for injection in list(_alive) if injection.enabled and not injection.hold and not injection.depth)
     return next((injection for injection in on if any(attached.model is model for attached in injection.models)), None)
+
+
+_alive: weakref.WeakSet[Injection] = weakref.WeakSet()
+"""Every injection of this process."""
 
 
 def this_rank() -> int:
@@ -98,7 +101,8 @@ def rank_of_launcher() -> int:
     if rank := os.environ.get("RANK"):
         return int(rank)
     actor = os.environ.get("SHAKETABLE_PLACE", "").partition(":")[0]
-    return next((rank for value in (actor, *map(os.environ.get, _RANKS)) if (rank := int(value or 0))), 0)
+    ranks = (int(value or 0) for value in (actor, *map(os.environ.get, _RANKS)))
+    return next((rank for rank in ranks if rank), 0)
 
 
 _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
@@ -121,41 +125,30 @@ class Injection:
         sampler: bool = False,
     ) -> None:
         """Args:
-        rank: Keys the noise of this process; a function is asked whenever a pass begins, `this_rank` by default.
+        rank: Keys the noise of this process; a function is called whenever a pass begins, `this_rank` by default.
         hold: Draw the noise of weights once per rollout instead of once per call.
         sampler: The models live in a sampling engine: a forward is a rollout unless `phase` says otherwise, and faults of
-            weights are written into them (`weights_in_place.py`), once per step. Engines trace once, without guards: taps
-            are in the graph also when it is traced while the plan is off. Elsewhere such a graph is the clean one.
+            weights are written into them (`weights_in_place.py`), once per step.
         """
-        self.plan = plan
         self.hold = hold or sampler
         self.sampler = sampler
         self.rollouts = Rollouts()
         self._ask_rank = None if isinstance(rank, int) else rank or this_rank
         self.rank = rank if isinstance(rank, int) else (rank or this_rank)()
         self.allow_inert = allow_inert
-        self.faults: list[FaultBase] = [c.fault for c in plan.clauses]
-        self.ledger: Ledger = LiveLedger.for_plan(plan, native.name())
-        self.sites = self.ledger.sites
-        """The same, to be written to: reading the ledger asks every GPU."""
         self.taps: list[Tap] = []
-        self.counters = HostTable()
+        self._use(plan)
         self.tables = DeviceTables(self)
-        self.ledger.settle, self.ledger.forget = self.settle, self.forget
         self.handle = op.know(self)
-        self.compiled_pass: Pass | None = None
-        """The pass that compiled code ran last."""
-        cuda_graphs.watch(self)
+        _alive.add(self)
         self.calls = Calls(self, step)
         self.calls.phase = "rollout" if sampler else None
         self.enabled = False
         self.skip_pass: Callable[[], bool] | None = None
         """Asked when a pass begins: True leaves it alone although the plan is on (a reference with the policy's weights)."""
         self.closed = False
-        self.references: dict[str, float] = {}
-        """Statistics that faults of another process of this run took at their first use, by tap."""
         self.fires = 0
-        """Grows after every fire, when it is counted; tells whoever keeps a copy of the ledger that it is out of date."""
+        """Grows with every fire; whoever keeps a copy of the ledger sees that it is out of date."""
         self._models: list[Callable[[], Attached | None]] = []
         self.has_operators = any(c.site.level == "op" for c in plan.clauses)
         self.operators = OperatorTaps(self)
@@ -163,8 +156,22 @@ class Injection:
         self.depth = 0
         """How many `with` blocks are open; the last one closes it."""
         self._changing = 0
-        self.inert_check = InertCheck(self)
         self._announce()
+
+    def _use(self, plan: Plan) -> None:
+        """Start the record of a plan."""
+        self.plan = plan
+        self.faults: list[FaultBase] = [c.fault for c in plan.clauses]
+        self.ledger: Ledger = LiveLedger.for_plan(plan, native.name())
+        self.sites = self.ledger.sites
+        """The same, to be written to: reading the ledger waits for every GPU."""
+        self.ledger.settle, self.ledger.forget = self.settle, self.forget
+        self.counters = HostTable()
+        self.references: dict[str, float] = {}
+        """Statistics that faults of another process of this run took at their first use, by tap."""
+        self.compiled_pass: Pass | None = None
+        """The pass that compiled code ran last."""
+        self.inert_check = InertCheck(self)
 
     # ---- the switch
 
@@ -209,7 +216,7 @@ class Injection:
     def close(self, *, check: bool = True) -> None:
         """Take every hook off. Raises `InertError` when a clause did nothing, unless `allow_inert`.
 
-        Where another thread enabled it, the operator mode stays there and does nothing until that thread enables a plan.
+        In another thread that enabled it, the operator mode stays, without effect, until that thread enables a plan.
         """
         if self.closed:
             return
@@ -272,25 +279,13 @@ class Injection:
         self.calls.phase = phase
         self.rewrite()
 
-    def _follow_rank(self) -> None:
-        """A process may join its group after a plan was attached: key the noise by the rank that it has now."""
-        if self._ask_rank is not None and (rank := self._ask_rank()) != self.rank:
-            self.rank = rank
-            for tap in self.taps:
-                tap.make_keys()
-            self.tables.make_keys()
-
     def phase_now(self) -> str:
         """The phase of a forward that would begin now."""
         return current_phase(self.is_training, self.phase)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Several changes that belong together: weights are written once, at the end.
-
-        Who begins them settles the ledger before, if it is to know what happened under which magnitude: asking a GPU costs a
-        wait, and nothing happens between the changes.
-        """
+        """Several changes at once: weights are written once, at the end, and the caller settles the ledger before."""
         self._changing += 1
         try:
             yield
@@ -306,7 +301,8 @@ class Injection:
         for model in self.models:
             if model.written is not None:
                 model.written.update()
-        self.tables.update()
+        for table in self.tables.all:
+            table.update()
 
     def _announce(self) -> None:
         """Tell those who trace whether the plan is there at all."""
@@ -316,24 +312,22 @@ class Injection:
     def settle(self) -> None:
         """Tell the ledger what happened. Nobody else writes to it."""
         self.counters.settle(self.taps)
-        self.tables.settle()
+        for table in self.tables.all:
+            table.settle()
         for model in self.models:
             model.note_heads(self.inert_check.phases)
 
     def counted(self) -> dict[str, Any]:
-        """What was counted so far, for a process that goes on: which fires are measured follows from the fires before.
+        """The counts so far, for a process that resumes this run: which fires are measured follows from the fires before.
 
-        With it the statistics that faults took at their first use and keep (`FaultBase.reference`).
+        Also the statistics that faults took at their first use and keep (`FaultBase.reference`).
         """
         self.settle()
         references = dict(reference for tap in self.taps for reference in tap.references())
         return {"host": self.counters.saved(), "gpus": [table.saved() for table in self.tables.all], "references": references}
 
     def go_on(self, counted: dict[str, Any]) -> None:
-        """Count on from what another process of this run had counted, with the same plan on the same model, once enabled.
-
-        A GPU that the other process did not have counts from zero.
-        """
+        """Resume from what `counted` returned in another process, with the same plan on the same model, once enabled."""
         self.counters.go_on(counted["host"])
         for table, rows in zip(self.tables.all, counted["gpus"], strict=False):
             table.go_on(rows)
@@ -435,7 +429,12 @@ class Injection:
         """
         captured = capturing()
         if not captured:
-            self._follow_rank()
+            if self._ask_rank is not None and (rank := self._ask_rank()) != self.rank:  # the process has joined a group since
+                self.rank = rank
+                for tap in self.taps:
+                    tap.make_keys()
+                for table in self.tables.all:
+                    table.make_keys()
             self.tables.make(entry.module)
         self.rollouts.number()
         self.operators.weights.refresh()
@@ -476,7 +475,8 @@ class Injection:
         """A module is called."""
         tracing = op.traces[self.handle]
         if entry.is_root and tracing.entries and tracing.entries[0] is entry:
-            tracing.forget()  # a compiled pass of several graphs has raised between them, where nobody closes it
+            tracing.entries.clear()  # a compiled pass of several graphs has raised between them, where nobody closes it
+            tracing.begin()
         if torch.compiler.is_compiling():
             if not tracing.entries:
                 tracing.begin()
@@ -504,7 +504,7 @@ class Injection:
             return
         if "mode" in frame.counts:
             self.drop_mode()
-        self.calls.pop()
+        self.calls.stack.pop()
         if not self.calls.stack:
             self.inert_check.end(frame)
 
@@ -517,39 +517,32 @@ _NO_MODULE = nn.Identity()
 
 
 def has_same_sites(plan: Plan, other: Plan) -> bool:
-    """Whether two plans hit the same places, clause by clause; when they do is theirs."""
-    return [_place(clause) for clause in plan.clauses] == [_place(clause) for clause in other.clauses]
+    """Whether two plans hit the same places, clause by clause, in whichever phases."""
 
+    def place(clause: Clause) -> object:
+        return clause.site.model_copy(update={"phase": (), "point": ()}), clause.points
 
-def _place(clause: Clause) -> object:
-    return clause.site.model_copy(update={"phase": (), "point": ()}), clause.points
+    return [*map(place, plan.clauses)] == [*map(place, other.clauses)]
 
 
 def exchange(injection: Injection, plan: Plan, rank: int) -> None:
     """Put a plan with the same sites in place of the present one. The injection is off afterwards.
 
-    Hooks, taps and compiled graphs stay: a graph asks its taps, when it runs, what they are to do, so fault, magnitude,
-    phase and seed may change while a compiled model lives. What was counted stays in the ledger of the old plan. On a GPU
-    captured kernels are those of one fault, and only magnitudes can change. (Rejected: a second injection whose taps take
-    over the numbers of the first. Modules that an engine does not compile would go on calling the hooks of the first.)
+    Hooks, taps and compiled graphs stay: a graph asks its taps what to do when it runs, so fault, magnitude, phase and seed
+    may change. The old counts stay in the ledger of the old plan. On a GPU captured kernels are those of one fault, and only
+    magnitudes can change.
     """
     assert has_same_sites(plan, injection.plan)
     assert not injection.tables.all
     injection.disable()
     injection.settle()
     injection.ledger.settle = injection.ledger.forget = None
-    injection.plan, injection.rank = plan, rank
-    injection.faults = [clause.fault for clause in plan.clauses]
-    injection.ledger = LiveLedger.for_plan(plan, native.name())
-    injection.sites = injection.ledger.sites
-    injection.ledger.settle, injection.ledger.forget = injection.settle, injection.forget
-    injection.counters = HostTable()
+    injection.rank = rank
+    injection._use(plan)
     for tap in injection.taps:
         spot = Spot(tap.spot.name, tap.spot.layer)
         tap.begin(injection.sites[tap.clause].spots.setdefault(spot.name, spot))
         injection.counters.add_tap()
     for attached in injection.models:
         attached.note_hidden()
-    injection.references, injection.compiled_pass = {}, None
-    injection.inert_check = InertCheck(injection)
     injection.calls.set_step(injection.calls.step)

@@ -1,12 +1,8 @@
 """Module and layer sites: forward hooks that hand one tensor to the taps of a module, in the order of the plan.
 
-`Hook` is the base of everything that we register on a module. It stays behind when a model is copied or pickled: a copy must
-not have faults that nobody asked for, nor drag locks and ledgers with it. While any plan is active, `nn.Module.__getstate__`
-leaves out our hooks and marks, so a pickle can be read where Shaketable is not installed. In a class whose own `__getstate__`
-does not call torch's, our hooks become functions that do nothing. (Rejected: a reducer on each module, which would be copied
-too; a dictionary of hooks that hides ours, because the handles of other hooks refer to the original one.)
-
-`change_first` and `change_input` find the tensor a module is about in whatever it takes and returns.
+`Hook` is the base of everything that we register on a module. Copies and pickles of a model are clean: while any plan is
+active, `nn.Module.__getstate__` leaves out our hooks and marks, so a pickle can be read where Shaketable is not installed. In a
+class whose own `__getstate__` does not call torch's, our hooks become functions that do nothing.
 """
 
 from __future__ import annotations
@@ -64,18 +60,7 @@ def _clean_state(module: nn.Module) -> dict[str, Any]:
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """What is left of a hook in a copy."""
-
-
-def never_compiled_alone(function: Any) -> None:
-    """Have dynamo trace a function inside of what it compiles, and never compile it by itself.
-
-    After a graph break in a loop it does, and torch 2.13 does not guard which function a torch function mode was called for:
-    the code compiled for one is run for another (`x.square().mean()` becomes `x.square().square()`, with any mode).
-    """
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    """Takes the place of a hook in a copy."""
 
 
 class Hook:
@@ -92,14 +77,24 @@ def _left_behind() -> Any:
     return do_nothing
 
 
+def never_compiled_alone(function: Any) -> None:
+    """Have dynamo trace a function inside of what it compiles, and never compile it by itself.
+
+    After a graph break in a loop it does, and torch 2.13 does not guard which function a torch function mode was called for:
+    the code compiled for one is run for another (`x.square().mean()` becomes `x.square().square()`, with any mode).
+    """
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
 # ---- the tensor a module is about
 
 
 def change_first(value: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
     """`value` with its first tensor changed, and whether there was one.
 
-    A tuple's other members stay as they are: vLLM's linears return (output, bias), its fused norms
-    (normed, residual), attention (output, weights), decoder layers (hidden states, cache).
+    A tuple's other members stay as they are: attention returns (output, weights), decoder layers (hidden states, cache).
     """
     if isinstance(value, Tensor):
         return change(value), True
@@ -211,7 +206,7 @@ class ModuleTaps(Hook):
         if self.multiplies and (frame is None or any(frame.current.acts_on(tap) for tap in self.taps)):
             x = as_multiplied(x)
         for tap in self.taps:
-            x = op.trace(x, tap) if frame is None else tap.touch(x, frame)
+            x = tap.touch(x, frame)
         return x
 
 

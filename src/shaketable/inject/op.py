@@ -1,20 +1,16 @@
 """A tap, and the operator that it places: the only code that changes a tensor, counts that it did, and measures it.
 
-A `Tap` is one fault at one place of one model. It has the keys of its noise and its faulty channels, and decides nothing:
-whether it acts was decided when the pass began. `apply(x, application)` is the operator. Hooks, the operator mode, attention,
-weights, compiled graphs and captured graphs all use it. Keys are fixed in forward, so the error of a gradient belongs to the
-layer and the call that caused it, whatever thread runs backward and whenever. `pull_back` is the one gradient formula: the
-fault's own, or that of the clean tensor for operator sites, whose backward is an operator of its own.
+A `Tap` is one fault at one place of one model; whether it acts was decided when the pass began. `apply` is the operator, in
+eager, compiled and captured code. Its keys are fixed in forward, so the error of a gradient belongs to the layer and the call
+that caused it, in whatever thread backward runs. `pull_back` is its gradient.
 
 **torch.compile.** Dynamo traces our hooks and the operator mode; they leave `shaketable::apply(x, pass, tap, number)` in the
-graph, which is opaque: the switch, the magnitude, the phase and the noise are those of the pass that runs. The pass is a few
-numbers in a tensor (its key, its phase, which clauses act), made by `shaketable::begin` before the first application. So
-compiled code draws the noise of eager code, and a gradient or a recomputation has the pass of its forward call.
+graph, which is opaque. The pass is a tensor of a few numbers (its key, its phase, which clauses act), made by
+`shaketable::begin` before the first application, so a graph follows the switch, the magnitude and the phase.
 
-A graph that is traced while a plan is off contains nothing of it and is the clean graph, bit for bit: an operator that does
-nothing still stands between its neighbours, and compilers then fuse other kernels, which sum in another order. Dynamo guards
-whether a plan is there (`present`, one item of a dictionary per injection) and keeps both graphs. Sampling engines trace once,
-without guards: there taps are always in the graph (`Injection.sampler`).
+A graph that is traced while a plan is off has no taps: even an operator that does nothing changes which kernels a compiler
+fuses, and so the bits. Dynamo guards whether a plan is on (`present`) and keeps both graphs. Sampling engines trace once,
+without guards; their graphs always have the taps.
 """
 
 from __future__ import annotations
@@ -48,6 +44,8 @@ class Tap:
 
     is_held = False
     """Whether its noise is drawn once for many passes."""
+    reads_tables = True
+    """Whether captured kernels read its key and scale from the table of their GPU."""
 
     def __init__(self, injection: Injection, clause: int, spot: Spot, name: str, point: str) -> None:
         self.injection = injection
@@ -66,17 +64,13 @@ class Tap:
         """Where kernels read what it is to do, per GPU."""
 
     def begin(self, spot: Spot) -> None:
-        """Be as before the first fire, under the plan, the seed and the rank that the injection has now."""
+        """Start anew, under the plan, the seed and the rank that the injection has now."""
         self.spot = spot
         self.site = self.injection.plan.clauses[self.clause].site
-        self._lane_key = key_of(*self._place, "lanes")
-        self._lanes: dict[tuple[int, torch.device, bool], Tensor] = {}
+        self._place = self.injection.plan.seed, self.clause, self.name, self.point
+        self._masks: dict[tuple[int, torch.device, bool], Tensor] = {}
         self._references: dict[tuple[bool, int], Tensor | None] = {}
         self.make_keys()
-
-    @property
-    def _place(self) -> tuple[object, ...]:
-        return self.injection.plan.seed, self.clause, self.name, self.point
 
     def make_keys(self) -> None:
         """The keys of its place in this rank."""
@@ -87,19 +81,16 @@ class Tap:
         """The fault as it is now: its magnitude can change while the plan is active."""
         return self.injection.faults[self.clause]
 
-    @property
-    def reads_tables(self) -> bool:
-        """Whether its kernels may read what they are to do from the table of a GPU."""
-        return True
-
-    def touch(self, x: Tensor, frame: Frame) -> Tensor:
-        """The tensor as this tap leaves it, forward and backward as the clause says."""
+    def touch(self, x: Tensor, frame: Frame | None) -> Tensor:
+        """The tensor with the clause's faults, forward and backward; without a frame, in a graph that is being traced."""
         for direction in self.site.directions:
             x = self.forward(x, frame) if direction == "forward" else self.gradient(x, frame)
         return x
 
-    def forward(self, x: Tensor, frame: Frame) -> Tensor:
+    def forward(self, x: Tensor, frame: Frame | None) -> Tensor:
         """The faulty tensor."""
+        if frame is None:
+            return trace_forward(x, self.handle)
         if not frame.current.acts_on(self):
             return x
         what = Application(self, frame.current, False, 0, frame.count(self), frame.recomputing)
@@ -108,11 +99,13 @@ class Tap:
         result: Tensor = Apply.apply(x, what)
         return result
 
-    def gradient(self, x: Tensor, frame: Frame, argument: int = 0, number: int | None = None) -> Tensor:
+    def gradient(self, x: Tensor, frame: Frame | None, argument: int = 0, number: int | None = None) -> Tensor:
         """`x` itself, whose gradient will be faulty. `number` tells calls in one pass apart.
 
         Calls are counted whether or not a gradient is wanted: reentrant checkpointing runs the first pass without.
         """
+        if frame is None:
+            return trace_gradient(x, self.handle, argument, number, not self.straight)
         n = frame.count((self, argument)) if number is None else number
         if not frame.current.acts_on(self) or not (x.requires_grad and torch.is_grad_enabled()):
             return x
@@ -166,10 +159,10 @@ class Tap:
         rows = self.point == "weight" and x.dim() > 1 and not self.transposed
         channels = x.shape[-2 if rows else -1]
         key = (channels, x.device, rows)
-        if key not in self._lanes:
-            mask = lanes(channels, fault.sparsity, self._lane_key).to(x.device)
-            self._lanes[key] = mask.unsqueeze(-1) if rows else mask
-        return self._lanes[key]
+        if key not in self._masks:
+            mask = lanes(channels, fault.sparsity, key_of(*self._place, "lanes")).to(x.device)
+            self._masks[key] = mask.unsqueeze(-1) if rows else mask
+        return self._masks[key]
 
 
 # ---- the operator
@@ -200,7 +193,7 @@ class Application:
 
 
 def apply(x: Tensor, what: Application) -> Tensor:
-    """The faulty tensor; counted, and measured when that is due. No torch function mode sees how: the device did it."""
+    """The faulty tensor; counted, and measured when that is due. Torch function modes do not see how it is computed."""
     with torch._C.DisableTorchFunction():
         return _apply(x, what)
 
@@ -286,17 +279,12 @@ _BASE = 1 << 16
 
 
 class GraphTrace:
-    """What is being traced of one injection: the modules that are open, and the pass they belong to. Dynamo traces it."""
+    """The graph of one injection that is being traced: its open modules, and the pass they belong to. Dynamo traces it."""
 
     def __init__(self, handle: int, clauses: int) -> None:
         self.handle, self.clauses = handle, clauses
         self.entries: list[Entry] = []
         self.with_gradients = False
-        self.forget()
-
-    def forget(self) -> None:
-        """Be as before the first pass."""
-        self.entries.clear()
         self.begin()
 
     def begin(self) -> None:
@@ -324,26 +312,11 @@ class GraphTrace:
         return n
 
 
-_gone: list[tuple[dict[int, Any], int]] = []
-"""Entries whose owner is gone. They are removed when the next entry comes, never during a trace: a dictionary that changes its
-size while dynamo walks through it ends the compilation."""
-
-
-def leave_with(owner: object, table: dict[int, Any], key: int) -> None:
-    """Take an entry out of a table some time after its owner is gone."""
-    sweep()
-    weakref.finalize(owner, _gone.append, (table, key))
-
-
-def sweep() -> None:
-    """Take out what is gone."""
-    while _gone:
-        table, key = _gone.pop()
-        table.pop(key, None)
-
-
 traces: dict[int, GraphTrace] = {}
 """By the number of an injection."""
+_gone: list[int] = []
+"""Injections that were deleted. Their entries go when the next injection comes, never during a trace: a dictionary that changes
+its size while dynamo iterates over it ends the compilation."""
 
 
 def register(tap: Tap) -> None:
@@ -355,12 +328,14 @@ def register(tap: Tap) -> None:
 
 def know(injection: Injection) -> int:
     """Give an injection the number under which compiled graphs know it."""
+    while _gone:
+        gone = _gone.pop()
+        del present[gone], traces[gone]
     handle = next(_handles)
     _injections[handle] = injection
     present[handle] = False
     traces[handle] = GraphTrace(handle, len(injection.plan.clauses))
-    for table in (present, traces):
-        leave_with(injection, table, handle)
+    weakref.finalize(injection, _gone.append, handle)
     return handle
 
 
@@ -375,11 +350,8 @@ def is_present(handle: int) -> bool:
 
 
 def _injection_of(handle: str) -> int:
-    """The number of a tap's injection. It stays that: a constant, to whoever traces.
-
-    Handles come as text: torch 2.7 and 2.8 take a number that differs between modules for a variable one, which no constant can
-    be made of.
-    """
+    """The number of a tap's injection; a constant under dynamo. Handles come as text, because dynamo may take a number that
+    differs between modules for a variable, of which it can make no constant."""
     return _taps[int(handle)].injection.handle
 
 
@@ -403,15 +375,6 @@ def note_closed_attention(injection: Injection) -> None:
             note(injection.handle, "torch.nn.MultiheadAttention is compiled as one function: its products are not covered")
 
 
-def trace(x: Tensor, tap: Tap) -> Tensor:
-    """What a hook leaves in the graph for a module-level tap."""
-    if not is_present(tap.handle):
-        return x
-    for direction in tap.site.directions:
-        x = trace_forward(x, tap.handle) if direction == "forward" else trace_gradient(x, tap.handle, 0, None, True)
-    return x
-
-
 def trace_forward(x: Tensor, handle: int) -> Tensor:
     """The faulty tensor."""
     tracing = traces[_injection_of(f"{handle}")]
@@ -430,12 +393,6 @@ def trace_gradient(x: Tensor, handle: int, argument: int, number: int | None, co
 # What `torch.compiler.assume_constant_result` does, without its import of dynamo.
 for _constant in (_injection_of, new_graph, note):
     vars(_constant)["_dynamo_marked_constant"] = True
-
-
-def live(handle: int) -> Tap | None:
-    """The tap of a handle, if its injection is there."""
-    tap = _taps.get(handle)
-    return tap if tap is not None and not tap.injection.closed else None
 
 
 # ---- at run time
@@ -482,8 +439,8 @@ def unpack(injection: Injection, packed: Tensor) -> tuple[Pass, int]:
 
 def application(handle: int, packed: Tensor, number: int, backward: bool = False, argument: int = 0) -> Application | None:
     """The application that a graph asks for; None where nothing is to be done."""
-    tap = live(handle)
-    if tap is None:
+    tap = _taps.get(handle)
+    if tap is None or tap.injection.closed:
         return None
     current, base = unpack(tap.injection, packed)
     again = not backward and in_backward()
@@ -495,11 +452,6 @@ def _apply_op(x: Tensor, packed: Tensor, tap: int, number: int) -> Tensor:
     """The faulty tensor."""
     what = application(tap, packed, number)
     return x.clone() if what is None else _laid_out_like(x, apply(x, what))
-
-
-@_apply_op.register_fake
-def _(x: Tensor, packed: Tensor, tap: int, number: int) -> Tensor:
-    return torch.empty_like(x)
 
 
 def _laid_out_like(x: Tensor, y: Tensor) -> Tensor:
@@ -516,11 +468,6 @@ def _pull_back(g: Tensor, x: Tensor, packed: Tensor, tap: int, number: int) -> T
         return g.clone()
     what = Application(found, current, False, 0, base + number)
     return _laid_out_like(g, pull_back(g, x if x.numel() else None, what))
-
-
-@_pull_back.register_fake
-def _(g: Tensor, x: Tensor, packed: Tensor, tap: int, number: int) -> Tensor:
-    return torch.empty_like(g)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -546,9 +493,8 @@ def _gradient(g: Tensor, packed: Tensor, tap: int, argument: int, number: int) -
     return g.clone() if what is None else _laid_out_like(g, apply(g, what))
 
 
-@_gradient.register_fake
-def _(g: Tensor, packed: Tensor, tap: int, argument: int, number: int) -> Tensor:
-    return torch.empty_like(g)
+for _operator in (_apply_op, _pull_back, _gradient):
+    _operator.register_fake(lambda x, *_: torch.empty_like(x))
 
 
 class TracedGradient(torch.autograd.Function):
@@ -570,11 +516,9 @@ class TracedGradient(torch.autograd.Function):
 @torch.library.custom_op("shaketable::note_fused", mutates_args={"notes"}, tags=UNSAFE)
 def _note_fused(notes: Tensor, packed: Tensor, tap: int) -> None:
     """Count an attention call whose inner products no backend exposes. `notes` keeps compilers from leaving this out."""
-    found = live(tap)
-    if found is not None and unpack(found.injection, packed)[0].acts_on(found) and not in_backward():
-        found.injection.sites[found.clause].fused += 1
+    what = application(tap, packed, 0)
+    if what is not None and not what.recomputing:
+        what.tap.injection.sites[what.tap.clause].fused += 1
 
 
-@_note_fused.register_fake
-def _(notes: Tensor, packed: Tensor, tap: int) -> None:
-    return None
+_note_fused.register_fake(lambda notes, packed, tap: None)

@@ -1,16 +1,15 @@
 """Operator sites: every covered operator, forward and backward, in the layer that called it.
 
-A TorchFunctionMode (`Operators`) sees each operator where Python calls it: `@`, torch.matmul, F.linear, einsum and the rest,
-also when they were imported by name long ago. Around the real call it puts a faulty gradient on each input that wants one and
-a fault on the result. Dynamo traces such modes, so the same code serves torch.compile; only how a fault is placed differs
-(`Here` in eager code, `Traced` in a graph).
+A TorchFunctionMode (`Operators`) sees each operator where Python calls it: `@`, torch.matmul, F.linear, einsum and the rest. It
+puts a faulty gradient on each input that wants one and a fault on the result. Dynamo traces such modes, so the same code serves
+torch.compile (`Here` in eager code, `Traced` in a graph).
 
 The taps of an operator follow from its family, from the model and the layer that call it, and from the weight it multiplies
 with: heads, routers and adapters are left out unless the plan includes them (`ExcludedWeights`).
 
-An RMSNorm or GELU written out in Python is no operator to torch: its module is taken as one (`OperatorModule`). Fused
-attention computes two products and a softmax that nobody can reach: where the math backend alone is enabled they are computed
-one by one (`attention_in_the_open`); elsewhere the ledger counts the call as fused, and a line says so (`hidden_by_attention`).
+An RMSNorm or GELU written out in Python is no operator to torch: its module is taken as one (`OperatorModule`). Fused attention
+hides two products and a softmax: where the math backend alone is enabled they are computed one by one
+(`attention_in_the_open`); elsewhere the ledger counts the call as fused, and a line says so (`hidden_by_attention`).
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ class OperatorTaps:
     def __init__(self, injection: Injection) -> None:
         self.injection = injection
         self.loose: Entry | None = None
-        """Who calls an operator of a compiled graph that no model is in; None where that is nobody's business."""
+        """The entry for operators outside of all models; None where those are not covered."""
         self.weights = ExcludedWeights()
         self.notes = torch.zeros(1, dtype=torch.int64)
-        """Written to by what compiled graphs note, so that they do."""
+        """Mutated by the operator that counts fused attention, so that compilers keep it."""
         self._taps: dict[tuple[int, int | None, str, str | None], list[Tap]] = {}
 
     def make(self, owner: int, prefix: str, layers: range) -> None:
@@ -75,12 +74,8 @@ class OperatorTaps:
         """Taps for an operator of this family at this place."""
         return self._taps.get((owner, layer, family, excluded), [])
 
-    def of(self, family: str, entry: Entry) -> list[Tap]:
-        """Taps for an operator called by `entry` itself."""
-        return self.tapped(family, entry.owner, entry.layer, entry.excluded)
-
     def tracing_entry(self) -> Entry | None:
-        """Who calls an operator of the graph that is being compiled."""
+        """The module that calls an operator of the graph that is being compiled."""
         entries = op.traces[self.injection.handle].entries
         return entries[-1] if entries else self.loose
 
@@ -105,14 +100,6 @@ class Here:
         """How many operators of this family there were before in this layer and pass."""
         return self.frame.count((self.frame.layer, family))
 
-    def forward(self, tap: Tap, x: Tensor) -> Tensor:
-        """The faulty result."""
-        return tap.forward(x, self.frame)
-
-    def gradient(self, tap: Tap, x: Tensor, argument: int, number: int) -> Tensor:
-        """An argument whose gradient will be faulty."""
-        return tap.gradient(x, self.frame, argument, number)
-
     def note_by_hand(self, taps: list[Tap]) -> None:
         """Name an operator inside of a hand-written autograd function: its backward is whatever was written there."""
         current = self.frame.current
@@ -136,6 +123,8 @@ class Here:
 class Traced:
     """An operator of the graph that is being compiled. Dynamo traces it."""
 
+    frame = None
+
     def __init__(self, taps: OperatorTaps, entry: Entry) -> None:
         self.taps, self.entry = taps, entry
         self.trace = op.traces[taps.injection.handle]
@@ -144,7 +133,7 @@ class Traced:
         """The taps of an operator that is given these."""
         entry, weights = self.entry, self.taps.weights
         excluded = entry.excluded or ("lm_head" if weights.is_traced_head(tensors, self.trace.casts) else None)
-        if excluded is None and entry.is_root and weights.has_head and self._is_by_hand():
+        if excluded is None and entry.is_root and weights.heads and self._is_by_hand():
             excluded = "lm_head"
         return self.taps.tapped(family, entry.owner, entry.layer, excluded)
 
@@ -159,14 +148,6 @@ class Traced:
     def number(self, family: str) -> int:
         """How many operators of this family there were before in this layer and pass."""
         return self.trace.count(f"{self.entry.layer} {family}")
-
-    def forward(self, tap: Tap, x: Tensor) -> Tensor:
-        """The faulty result."""
-        return op.trace_forward(x, tap.handle)
-
-    def gradient(self, tap: Tap, x: Tensor, argument: int, number: int) -> Tensor:
-        """An argument whose gradient will be faulty."""
-        return op.trace_gradient(x, tap.handle, argument, number, False)
 
     def note_by_hand(self, taps: list[Tap]) -> None:
         """Name an operator inside of a hand-written autograd function."""
@@ -198,7 +179,7 @@ class ExcludedWeights:
 
     def __init__(self) -> None:
         self._modules: dict[int, list[tuple[nn.Module, str]]] = {}
-        self._heads: list[nn.Linear | nn.Embedding] = []
+        self.heads: list[nn.Linear | nn.Embedding] = []
         self._known: dict[int, list[tuple[int, int, str]]] = {}
         """By storage: where weights begin and end in it, and why they are left out."""
         self._cast: tuple[Tensor, int, str] | None = None
@@ -210,13 +191,13 @@ class ExcludedWeights:
         self._modules.setdefault(owner, []).append((module, reason))
         self._firsts = ()
         if reason == "lm_head" and isinstance(module, nn.Linear | nn.Embedding):
-            self._heads.append(module)
+            self.heads.append(module)
 
     def refresh(self) -> None:
         """A pass begins: weights may be where they were not before. A model moves as a whole; heads are replaced alone."""
         self._cast = None
         found = (next(self._weights(owner), None) for owner in self._modules)
-        heads = (module.weight for module in self._heads if type(module.weight) in _PLAIN)
+        heads = (module.weight for module in self.heads if type(module.weight) in _PLAIN)
         firsts = *(first[0].data_ptr() for first in found if first is not None), *(head.data_ptr() for head in heads)
         if firsts != self._firsts:
             self._firsts = firsts
@@ -248,14 +229,9 @@ class ExcludedWeights:
             self._cast = result, _storage(result), why
         return result
 
-    @property
-    def has_head(self) -> bool:
-        """Whether there is a head among them."""
-        return len(self._heads) > 0
-
     def is_traced_head(self, tensors: list[Any], casts: list[Tensor]) -> bool:
         """Whether one of these is a head's weight, a view or a cast of it. Traced tensors have no address."""
-        heads = [module.weight for module in self._heads] + casts
+        heads = [module.weight for module in self.heads] + casts
         for x in tensors:
             if isinstance(x, Tensor):
                 for head in heads:
@@ -327,11 +303,6 @@ def attention_in_the_open(
     return torch.matmul(F.dropout(weights, dropout_p) if dropout_p else weights, value)
 
 
-def open_multi_head() -> Callable[..., Any]:
-    """torch's multi-head attention, so that the operators inside are met."""
-    return opened(F.multi_head_attention_forward)
-
-
 OPEN = ("eager", "eager_paged")
 """Implementations of transformers that call one operator after the other."""
 _HIDDEN = {"matmul": "two matrix products (op.matmul)", "softmax": "softmax (op.softmax)"}
@@ -339,24 +310,19 @@ _HIDDEN = {"matmul": "two matrix products (op.matmul)", "softmax": "softmax (op.
 
 def hidden_by_attention(model: nn.Module, site: Site) -> list[str]:
     """One line for each implementation of attention in a model that hides operators which a site names."""
-    met = families(site.names) if site.level == "op" else ()
-    what = " and ".join(words for family, words in _HIDDEN.items() if family in met)
-    return [_line(name, what) for name in _implementations(model)] if what else []
-
-
-def _implementations(model: nn.Module) -> list[str]:
-    """How the attention modules of a model compute, those apart that can be seen into; "" stands for an engine's kernel."""
-    found = {}
+    covered = families(site.names) if site.level == "op" else ()
+    what = " and ".join(words for family, words in _HIDDEN.items() if family in covered)
+    if not what:
+        return []
+    names = set()
     for module in model.modules():
         if "attention" in type(module).__name__.lower():
-            own = "" if is_engine_module(module) else getattr(getattr(module, "config", None), "_attn_implementation", None)
-            found[own] = own is not None and own not in OPEN and not (own == "sdpa" and only_math())
-    return sorted(name for name, hides in found.items() if name is not None and hides)
-
-
-def _line(name: str, what: str) -> str:
-    kernel = f"attention is one kernel ({name or 'of the engine'}), inside of which its {what} cannot be hit"
-    return f"{kernel}; {'load the model with attn_implementation=eager' if name else 'op.sdpa hits what it returns'}"
+            name = "" if is_engine_module(module) else getattr(getattr(module, "config", None), "_attn_implementation", None)
+            if name is not None and name not in OPEN and not (name == "sdpa" and only_math()):
+                names.add(name)
+    kernel = "attention is one kernel ({}), inside of which its {} cannot be hit; {}"
+    advice = "load the model with attn_implementation=eager", "op.sdpa hits what it returns"
+    return [kernel.format(name or "of the engine", what, advice[not name]) for name in sorted(names)]
 
 
 # ---- the mode
@@ -467,12 +433,12 @@ class OperatorModule(Hook):
 
     def _on_input(self, x: Tensor, frame: Frame | None) -> Tensor:
         for tap in self.backward:
-            x = op.trace_gradient(x, tap.handle, 0, None, False) if frame is None else tap.gradient(x, frame)
+            x = tap.gradient(x, frame)
         return x
 
     def _on_output(self, x: Tensor, frame: Frame | None) -> Tensor:
         for tap in self.forward:
-            x = op.trace_forward(x, tap.handle) if frame is None else tap.forward(x, frame)
+            x = tap.forward(x, frame)
         return x
 
 
@@ -485,7 +451,7 @@ class Operators(TorchFunctionMode):
         self.taps = injection.operators
 
     def put_on(self) -> bool:
-        """Put our mode on in this thread, unless it is on; whether it was not.
+        """Put our mode on in this thread, unless it is on; returns whether it was off.
 
         The stack itself is asked: `loss.backward()` runs through our mode and so runs with it off, and a recomputed
         layer inside it must switch it on again.
@@ -502,7 +468,7 @@ class Operators(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Thousands of functions pass here that are nobody's business: those go first."""
+        """Most functions that pass here are not covered: those go first."""
         operator = COVERED.get(func)
         if operator is None:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -514,7 +480,7 @@ class Operators(TorchFunctionMode):
             return func(*args, **kwargs)
         if operator == _WHOLE:
             with self:
-                return open_multi_head()(*args, **kwargs)
+                return opened(F.multi_head_attention_forward)(*args, **kwargs)
         return self._meet(where, func, operator, args, kwargs)
 
     def _cast(self, x: Any, result: Any) -> Any:
@@ -527,7 +493,7 @@ class Operators(TorchFunctionMode):
         return result
 
     def _where(self, family: str, kwargs: dict[str, Any]) -> Here | Traced | None:
-        """Where an operator is met: in a frame, or in the graph that is being traced; None where it is nobody's business."""
+        """Where an operator is met: in a frame, or in the graph that is being traced; None where it is not covered."""
         injection = self.injection
         if torch.compiler.is_compiling():
             entry = self.taps.tracing_entry() if op.present[injection.handle] else None
@@ -597,7 +563,7 @@ def _mark(where: Here | Traced, taps: list[Tap], value: Any, position: int, numb
     position += 1
     if isinstance(value, Tensor) and value.requires_grad:
         for tap in taps:
-            value = where.gradient(tap, value, position, number)
+            value = tap.gradient(value, where.frame, position, number)
     return value, position
 
 
@@ -605,7 +571,7 @@ def _change_result(where: Here | Traced, taps: list[Tap], result: Any) -> Any:
     """Some norms return their statistics too: there the first result is hit."""
     for tap in taps:
         if "forward" in tap.site.directions:
-            result = change_first(result, partial(where.forward, tap))[0]
+            result = change_first(result, partial(tap.forward, frame=where.frame))[0]
     return result
 
 

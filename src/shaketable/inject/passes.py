@@ -1,15 +1,14 @@
 """Passes: which call of a model this is, what acts in it, and what keys its noise.
 
-Every hooked container of a model opens a `Frame` when it is called. The outermost frame begins a `Pass`, in which
-`Injection.begin_pass` decides once what acts, in which phase, and with which key: a 64-bit number made from (step, phase,
-number of the pass). Inner frames know their layer and share the pass, and uses of a tap are counted in the outermost frame.
-Frames are thread-local, one stack per injection. A gradient error carries the pass of its forward call.
+Every hooked container of a model opens a `Frame` when it is called. The outermost frame begins a `Pass`
+(`Injection.begin_pass`); inner frames know their layer and share the pass, and uses of a tap are counted in the outermost one.
+Frames are thread-local, one stack per injection.
 
-**Activation checkpointing** runs a function again inside backward, without the modules that were around it, and that second
-run must see the noise of the first. While a plan is active, every function given to torch.utils.checkpoint remembers the
-frame it was first called in and gets it back, with the same counts. We patch the two functions that keep the checkpointed
-function, not the names that people import. Other libraries (DeepSpeed, FairScale) call whole layers again: a forward inside an
-autograd graph task with no frame open finds its pass by the address of its input, which checkpointing has kept alive.
+**Activation checkpointing** runs a function again inside backward, without the modules around it, and that run must see the
+noise of the first. While a plan is active, every function given to torch.utils.checkpoint remembers the frame it was first
+called in and gets it back, with the same counts. We patch the two functions that keep the checkpointed function, not the names
+that people import. Other libraries (DeepSpeed, FairScale) call whole layers again: a forward inside backward with no frame open
+finds its pass by the address of its input, which checkpointing has kept alive.
 """
 
 from __future__ import annotations
@@ -92,13 +91,6 @@ class Entry:
     passes: dict[int, tuple[Pass, int]] = field(default_factory=dict)
     """Input address to the pass and how often the module was called before in it; for recomputation."""
 
-    def remember(self, address: int, frame: Frame, n: int) -> None:
-        """Keep the pass of a call under the address of its input."""
-        self.passes.pop(address, None)
-        self.passes[address] = (frame.current, n)
-        if len(self.passes) > _REMEMBERED:
-            self.passes.pop(next(iter(self.passes)))
-
 
 @dataclass(eq=False, slots=True)
 class Frame:
@@ -140,11 +132,11 @@ class Calls:
         """What the engine that the models live in is doing; None where they live in no engine."""
         self.local = threading.local()
         self._passes: dict[tuple[int, str], int] = {}
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def set_step(self, step: int) -> None:
         """Begin step `step`: passes are counted from zero again, so that a resumed run draws the same noise."""
-        with self._lock:
+        with self.lock:
             self.step = step
             self._passes.clear()
 
@@ -169,25 +161,26 @@ class Calls:
         parent = self.top()
         if parent is not None:
             n = parent.count(entry)
-            layer, excluded = _first(entry.layer, parent.layer), entry.excluded or parent.excluded
-            frame = Frame(entry, parent.current, layer, excluded, parent.recomputing)
+            layer = parent.layer if entry.layer is None else entry.layer
+            frame = Frame(entry, parent.current, layer, entry.excluded or parent.excluded, parent.recomputing)
             frame.outer = parent.outer or parent
+        elif in_backward() and (known := entry.passes.get(_address(args, kwargs))):
+            return Frame(entry, known[0], entry.layer, entry.excluded, recomputing=True, base=known[1])
         else:
             n = 0
-            frame = self._outermost(entry, args, kwargs)
+            current = self.injection.begin_pass(entry, current_phase(entry.module.training, self.phase))
+            frame = Frame(entry, current, entry.layer, entry.excluded, recomputing=False)
         if not frame.recomputing and (torch.is_grad_enabled() or entry.module.training):
-            entry.remember(_address(args, kwargs), frame, n)
+            address = _address(args, kwargs)
+            entry.passes.pop(address, None)
+            entry.passes[address] = (frame.current, n)
+            if len(entry.passes) > _REMEMBERED:
+                entry.passes.pop(next(iter(entry.passes)))
         return frame
-
-    def _outermost(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
-        if in_backward() and (known := entry.passes.get(_address(args, kwargs))):
-            return Frame(entry, known[0], entry.layer, entry.excluded, recomputing=True, base=known[1])
-        current = self.injection.begin_pass(entry, current_phase(entry.module.training, self.phase))
-        return Frame(entry, current, entry.layer, entry.excluded, recomputing=False)
 
     def new_key(self, who: int, phase: str) -> int:
         """The key of the next pass in `phase` of the entry with this index."""
-        with self._lock:
+        with self.lock:
             n = self._passes.get((who, phase), 0)
             self._passes[who, phase] = n + 1
         return mix64(mix64(mix64(self.step) ^ (who << 8 | PHASES.index(phase))) + n)
@@ -209,10 +202,6 @@ class Calls:
         if caller is not None:
             self.stack.clear()
 
-    def pop(self) -> None:
-        """Close the innermost frame."""
-        self.stack.pop()
-
 
 def _caller() -> FrameType | None:
     """The innermost Python frame that is not ours: that of the call which opens a pass, however the hook was reached."""
@@ -227,10 +216,6 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _first(a: int | None, b: int | None) -> int | None:
-    return a if a is not None else b
-
-
 def _address(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Address of the first tensor among the arguments, 0 when there is none."""
     for value in (*args, *kwargs.values()):
@@ -242,35 +227,36 @@ def _address(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 # ---- activation checkpointing
 
 _watching: list[Injection] = []
-_originals: dict[str, Any] = {}
 _lock = threading.Lock()
+_unpatch: Callable[[], None]
 
 
 def watch(injection: Injection) -> None:
     """Keep the frames of this injection for whatever is checkpointed from now on."""
+    global _unpatch
     with _lock:
-        if injection in _watching:
-            return
-        _watching.append(injection)
-        if len(_watching) == 1:
-            _patch()
+        if injection not in _watching:
+            _watching.append(injection)
+            if len(_watching) == 1:
+                _unpatch = _patch()
 
 
 def unwatch(injection: Injection) -> None:
     """Undo `watch`; the last one puts torch's own functions back."""
     with _lock:
-        if injection not in _watching:
-            return
-        _watching.remove(injection)
-        if not _watching:
-            checkpoint._checkpoint_without_reentrant_generator = _originals["generator"]
-            setattr(checkpoint.CheckpointFunction, "forward", _originals["forward"])  # noqa: B010
+        if injection in _watching:
+            _watching.remove(injection)
+            if not _watching:
+                _unpatch()
 
 
-def _patch() -> None:
+def _patch() -> Callable[[], None]:
     generator = checkpoint._checkpoint_without_reentrant_generator
     forward: Callable[..., Any] = checkpoint.CheckpointFunction.forward
-    _originals.update(generator=generator, forward=staticmethod(forward))
+
+    def put(a: Any, b: Any) -> None:
+        checkpoint._checkpoint_without_reentrant_generator = a
+        setattr(checkpoint.CheckpointFunction, "forward", staticmethod(b))  # noqa: B010
 
     @functools.wraps(generator)
     def remembering(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -280,8 +266,8 @@ def _patch() -> None:
     def remembering_forward(ctx: Any, fn: Callable[..., Any], *args: Any) -> Any:
         return forward(ctx, _remember(fn), *args)
 
-    checkpoint._checkpoint_without_reentrant_generator = remembering
-    setattr(checkpoint.CheckpointFunction, "forward", staticmethod(remembering_forward))  # noqa: B010
+    put(remembering, remembering_forward)
+    return lambda: put(generator, forward)
 
 
 def _remember(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,11 +1,10 @@
 """Faulty weights that never replace the real ones, and noise that is held for a rollout.
 
-A module with a weight tap gets a subclass of its own class (same name) in which the weight is a property. Outside the
-module's forward the property is the parameter; inside, it is the faulty tensor, made when the module first reads it: FSDP2
-replaces a shard by the whole weight in a hook of its own, and a weight that is never read is not counted as hit.
-`_parameters` is never written to: optimizers, `state_dict`, tied modules, saving and other threads always see the clean
-parameter. `fully_shard` also changes the class of a module: ours stays below its class, and is taken out from under it when
-the plan leaves.
+A module with a weight tap gets a subclass of its own class (same name) in which the weight is a property. Inside the module's
+forward the property is the faulty tensor, made when it is first read: FSDP2 replaces a shard by the whole weight in a hook of
+its own, and a weight that is never read is not counted as hit. Elsewhere it is the parameter. `_parameters` is never written
+to: optimizers, `state_dict`, tied modules, saving and other threads see the clean weight. `fully_shard` also changes the class
+of a module: ours stays below its class.
 
 **Held noise.** A sampler whose weights change at every token is not one noisy policy but a thousand. A held tap draws its
 noise once per rollout, with the key (seed, place, step, number of the rollout in the step, rank). The clause is not in the
@@ -51,20 +50,13 @@ class WeightTap:
     entry: Entry
     gradient_only: bool = False
 
-    def touch(self, weight: Tensor, frame: Frame) -> Tensor:
-        """The weight as the module sees it."""
-        if not self.gradient_only and frame.current.acts_on(self.tap) and is_product(self.entry.module):
+    def touch(self, weight: Tensor, frame: Frame | None) -> Tensor:
+        """The weight as the module sees it; without a frame, in a graph being traced."""
+        if self.gradient_only:
+            return self.tap.gradient(weight, frame, 1)
+        if is_product(self.entry.module) and (frame is None or frame.current.acts_on(self.tap)):
             weight = as_multiplied(weight)
-        return self.tap.gradient(weight, frame, 1) if self.gradient_only else self.tap.touch(weight, frame)
-
-    def trace(self, weight: Tensor) -> Tensor:
-        """The same, for a graph being compiled."""
-        if not self.gradient_only:
-            if is_product(self.entry.module) and op.is_present(self.tap.handle):
-                weight = as_multiplied(weight)
-            return op.trace(weight, self.tap)
-        handle = self.tap.handle
-        return op.trace_gradient(weight, handle, 1, None, False) if op.is_present(handle) else weight
+        return self.tap.touch(weight, frame)
 
 
 @dataclass(frozen=True)
@@ -103,7 +95,7 @@ class WeightTaps:
         ]
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The module is called: note in which frame, for when it reads its weights."""
+        """The module is called: note the frame in which it will read its weights."""
         if torch.compiler.is_compiling():
             self.tracing = True
             return
@@ -123,8 +115,8 @@ class WeightTaps:
         if torch.compiler.is_compiling():
             if self.tracing:
                 for own in self.taps:
-                    if own.name == name:
-                        parameter = own.trace(parameter)
+                    if own.name == name and op.is_present(own.tap.handle):
+                        parameter = own.touch(parameter, None)
             return parameter
         call: _Call | None = self.local.__dict__.get("call")
         if call is None and self.tracing:
@@ -258,15 +250,14 @@ class Rollouts:
     def number(self) -> int:
         """Which rollout of the step this is; outside of rollouts, the newest one."""
         now = current_rollout()
-        if now is not None and now not in self._numbers:
-            self._meet(now)
-        return max(len(self._numbers) - 1, 0) if now is None else self._numbers[now]
-
-    def _meet(self, now: int) -> None:
-        with self._lock:
-            self.total += now != self._newest
-            self._newest = now
-            self._numbers.setdefault(now, len(self._numbers))
+        if now is None:
+            return max(len(self._numbers) - 1, 0)
+        if now not in self._numbers:
+            with self._lock:
+                self.total += now != self._newest
+                self._newest = now
+                self._numbers.setdefault(now, len(self._numbers))
+        return self._numbers[now]
 
 
 Origin = tuple[int, int, bool]
@@ -294,7 +285,7 @@ class HeldTap(Tap):
         self.place = key_of(self.injection.plan.seed, "held", self.name, self.injection.rank)
 
     @property
-    def reads_tables(self) -> bool:
+    def reads_tables(self) -> bool:  # type: ignore[override]
         """Only for gradients: a weight has its noise before a graph is captured, which reads it and nothing else."""
         return self.site.directions != ("forward",)
 
@@ -310,7 +301,9 @@ class HeldTap(Tap):
         """Step and rollout in 64 bits: the same for all held taps of an injection."""
         return mix64(mix64(self.injection.calls.step) + self.injection.rollouts.number())
 
-    def forward(self, x: Tensor, frame: Frame) -> Tensor:
+    def forward(self, x: Tensor, frame: Frame | None) -> Tensor:
+        if frame is None:
+            return super().forward(x, None)
         current = frame.current
         acts = current.acts_on(self) and not self.fault.is_off
         if not acts or current.phase != "rollout" or (x.requires_grad and torch.is_grad_enabled()):

@@ -1,15 +1,13 @@
 """Faulty weights inside a sampling engine: written into the parameters, and taken out again exactly.
 
-Everywhere else a faulty weight never replaces the real one (`weights.py`). An engine such as vLLM compiles its model, captures
-it in CUDA graphs and calls kernels on addresses it has noted: nothing but the memory of the weight itself is read there. So
-here the fault is written into it, once for every change of step, magnitude, phase or switch. An engine never trains: no
-gradient and no optimizer sees the weight.
+Everywhere else a faulty weight never replaces the real one (`weights.py`). An engine such as vLLM calls kernels on addresses
+that it has noted, so here the fault is written into the memory of the weight, once for every change of step, magnitude, phase
+or switch. An engine never trains: no gradient and no optimizer sees the weight.
 
-Noise never accumulates: a faulty weight is always made from the clean copy, in the memory of the host, that was taken before
-the first write. Those that replace an engine's weights do not ask us, so each write leaves a checksum of the bits; when the
-bits are not ours any more, somebody has put new weights there, and those are the clean ones from now on.
+Noise never accumulates: a faulty weight is always made from a clean copy in the memory of the host. New weights come without
+notice, so each write leaves a checksum of the bits: where they are not ours any more, the new weights are the clean ones.
 
-A plan and AQN may act on the same weight: there is one clean copy of it and one list of taps, whoever made them.
+A plan and AQN may act on the same weight: it has one clean copy and one list of taps.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""The ledger of a process whose code never heard of us, in a JSON file that follows the process.
+"""The ledger of a process under `shaketable run`, in a JSON file that is kept up to date.
 
 The file is written when it is made, so that a process which never acts can be named; within a twentieth of a second of any
-change, less often when writing would cost more than 5 % of a core (twice in a row: the first time pays for imports, and a
-worker that is killed soon after would have lost its second pass); and whenever `flush` or `catch_up` is called. Writes are
-atomic, so kill -9 loses at most the changes since the last one, and a reader never sees half a file.
+change, less often when writing would cost more than 5 % of a core; and whenever `flush` or `catch_up` is called. Writes are
+atomic: kill -9 loses at most the changes since the last one. Workers of Ray and of multiprocessing call `catch_up` before they
+hand out a result, which must not be ahead of the file.
 
-A busy machine may let the thread that writes wait for a second. A framework that hands out results, which must not be ahead of
-the file, calls `catch_up` first, as workers of Ray and of multiprocessing do: clocks prove nothing.
-
-A disk that is full must not stop or hang a program that knows nothing of us: unless the file itself is asked for (`flush`), the
-error is one line on stderr, and the next write that succeeds has everything.
+A full disk must not stop a program that knows nothing of us: except in `flush`, the error is one line on stderr, and the next
+write that succeeds has everything.
 
 Imports no torch: that import is what makes the plan of a process active.
 """
@@ -43,7 +40,7 @@ TRIES = 20
 
 
 def pause_after(cost: float, before: float) -> float:
-    """Seconds to the next look, from what this write and the one before it took."""
+    """Seconds to the next look, from what this write and the one before took; the first write pays for imports."""
     return max(PAUSE, SHARE * min(cost, before))
 
 

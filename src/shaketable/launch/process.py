@@ -1,8 +1,8 @@
-"""A plan in a whole process whose code never heard of us.
+"""A plan in a whole process whose code knows nothing of it.
 
-One `Injection` acts on every model of the process. Models are found when they are first called: a global module hook attaches
-the plan to every outermost module it meets, once. Operators are met in all threads and also outside of modules. The ledger goes
-to a file of this process (`ledger_file.py`), and a clause that does nothing is reported on stderr while the program runs.
+One `Injection` acts on every model of the process: a global module hook attaches the plan to each outermost module when it is
+first called. Operators are covered in all threads and also outside of modules. The ledger goes to a file of this process
+(`ledger_file.py`), and a clause that does nothing is reported on stderr while the program runs.
 """
 
 from __future__ import annotations
@@ -56,11 +56,9 @@ class Seen(Hook):
 class CallsByTask(Calls):
     """The calls of a process that does one task after another: each task counts its passes and its models from zero."""
 
-    def __init__(self, injection: Injection, step: int = 0) -> None:
-        super().__init__(injection, step)
-        self.task = 0
-        self.models = 0
-        """Models met in this task."""
+    task = 0
+    models = 0
+    """Models met in this task."""
 
     def follow(self) -> None:
         """Notice that another task has begun. Other threads do not know their task, and belong to the one noticed last."""
@@ -73,12 +71,8 @@ class CallsByTask(Calls):
 
     def new_key(self, who: int, phase: str) -> int:
         self.follow()
-        moment = super().new_key(who, phase)
-        return mix64(moment ^ self.task) if self.task else moment
-
-    def after_fork(self) -> None:
-        """Another thread of the parent may have held the lock."""
-        self._lock = threading.Lock()
+        key = super().new_key(who, phase)
+        return mix64(key ^ self.task) if self.task else key
 
 
 class ProcessInjection:
@@ -121,18 +115,19 @@ class ProcessInjection:
 
     @contextmanager
     def standing_aside(self) -> Iterator[None]:
-        """Leave alone what happens inside and outside of all modules: an engine runs models with an injection of their own."""
-        self._stand_aside(1)
+        """Leave all modules and operators alone: an engine runs models with an injection of their own."""
+
+        def change(more: int) -> None:
+            with self.attaching:
+                self._aside += more
+                self._is_aside = self._aside > 0
+                self.injection.operators.loose = None if self._aside else self._loose
+
+        change(1)
         try:
             yield
         finally:
-            self._stand_aside(-1)
-
-    def _stand_aside(self, more: int) -> None:
-        with self.attaching:
-            self._aside += more
-            self._is_aside = self._aside > 0
-            self.injection.operators.loose = None if self._aside else self._loose
+            change(-1)
 
     def leave_alone(self, model: nn.Module) -> None:
         """A model that has been met, or that another injection acts on."""
@@ -148,7 +143,7 @@ class ProcessInjection:
         if self.reports is not None:
             self.reports.trained = False
         self._has_group_of_parent = self.group() is not None
-        self.calls.after_fork()
+        self.calls.lock = threading.Lock()  # another thread of the parent may have held these
         self.attaching = threading.RLock()
 
     # ---- meeting models
@@ -167,17 +162,13 @@ class ProcessInjection:
         with self.attaching:
             if module in self.seen:
                 return []
-            if self._was_added(module):
+            outermost = self.calls.stack[0] if self.calls.stack else None
+            if outermost is not None and any(module is m for m in outermost.entry.module.modules()):
                 self.late.add(f"a {type(module).__name__} was added to a model after its first call and has no faults")
                 return []
             before = len(module._forward_pre_hooks)
             self._attach_root(module)
             return list(module._forward_pre_hooks.values())[before:]
-
-    def _was_added(self, module: nn.Module) -> bool:
-        """Whether the module was put into a model that had been attached before: an adapter, added later."""
-        frame = self.calls.stack[0] if self.calls.stack else None
-        return frame is not None and any(module is m for m in frame.entry.module.modules())
 
     def _attach_root(self, root: nn.Module) -> None:
         self.calls.follow()
@@ -231,15 +222,10 @@ def unmatched_clauses(plan: Plan, errors: list[str]) -> dict[int, str]:
 class Reports:
     """One line on stderr, while a program runs, about a clause of its plan that does nothing. The program goes on.
 
-    The exit code says so too, at the end, which may be tomorrow. Each line is written once for all processes of the program, by
-    the one that is first to leave a mark in the folder of ledgers.
-
-    A clause that matches nothing is reported when the model is called for the first time. The others are judged whenever the
-    ledger of the process is written, a twentieth of a second after it has changed. Rejected: to judge when a pass ends, because
-    compiled models and replayed graphs run no Python then.
-
-    A clause that acts backward only needs a backward pass to be judged. The first step of an optimizer shows that there was
-    one, because the models have gradients then. That hook is set for such plans alone, and removed after its first use.
+    Each line is written once for all processes of the program, by the first to leave a mark in the folder of ledgers. A clause
+    that matches nothing is reported when the model is called for the first time. The others are judged whenever the ledger of
+    the process is written: compiled models and replayed graphs run no Python when a pass ends. A clause that acts backward
+    only is judged after the first step of an optimizer, when the models have gradients.
     """
 
     def __init__(self, injection: Injection, folder: Path) -> None:
@@ -253,10 +239,7 @@ class Reports:
             self._hook = register_optimizer_step_pre_hook(self._on_optimizer)
 
     def on_model(self, model: nn.Module, lost: dict[int, str], hidden: Sequence[Sequence[str]]) -> None:
-        """A model is called for the first time.
-
-        Nothing is reported of a clause that has matched in another model, nor of a model that is a single layer: a program may
-        be made of those.
+        """A model is called for the first time. A clause that has matched elsewhere, or a model of one layer, is not reported.
 
         Args:
             model: The model.
@@ -286,20 +269,15 @@ class Reports:
     def _report(self, key: object, line: str) -> None:
         if key not in self._done:
             self._done.add(key)
-            if self._is_first(repr(key)):
-                sys.stderr.write(f"shaketable: {line} (process {os.getpid()}; the program goes on)\n")
-                sys.stderr.flush()
-
-    def _is_first(self, key: str) -> bool:
-        """Whether no process of this program has reported it yet."""
-        mark = self.folder / f"told-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.mark"
-        try:
-            mark.touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        except OSError:
-            return True
-        return True
+            mark = self.folder / f"told-{hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()}.mark"
+            try:
+                mark.touch(exist_ok=False)
+            except FileExistsError:  # another process of this program has reported it
+                return
+            except OSError:
+                pass
+            sys.stderr.write(f"shaketable: {line} (process {os.getpid()}; the program goes on)\n")
+            sys.stderr.flush()
 
 
 # ---- the plan of this process
@@ -334,7 +312,7 @@ def activate() -> None:
 
 
 def _flush_before_exit(file: LedgerFile) -> None:
-    """Children of multiprocessing, and others in a hurry, leave by `os._exit` and run nothing of atexit."""
+    """Children of multiprocessing leave by `os._exit`, which does not run atexit."""
     leave = os._exit
 
     def flush_and_leave(status: int) -> NoReturn:

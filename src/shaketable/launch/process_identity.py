@@ -1,13 +1,12 @@
 """Which process of a program this one is: its name, the task it is busy with, and its rank where it has no process group.
 
-Processes that a program starts by itself (`multiprocessing`, `os.fork`) have no rank. They differ by how they were started:
-the second child of the first child is that in every run of the program.
+Processes that a program starts by itself (`multiprocessing`, `os.fork`) have no rank; how they were started tells them apart,
+in the same way in every run.
 
-A framework that has actors and tasks instead (Ray) says so here. An **actor** has a rank of its own, made from whose child it
-is, its class and its number among those: `Sampler#2` is the second Sampler that the driver made, in every run of the program
-and in every life of the actor. It travels in one variable of the environment, so that the actor's own children have it too. A
-**task** runs in whichever worker is free. The task is the same in every run and the worker is not, so the task is part of what
-keys the noise: in a new task passes and models are counted from zero again (`CallsByTask`).
+A framework of actors and tasks (Ray) puts its own functions here. An **actor** has a rank made from its parent, its class and
+its number: `Sampler#2` is the second Sampler that the driver made, in every run and in every life of the actor. It travels in
+the environment, so that the actor's children have it too. A **task** runs in whichever worker is free, so it is part of what
+keys the noise: in a new task passes and models are counted from zero (`CallsByTask`).
 
 Standard library only.
 """

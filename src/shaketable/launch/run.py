@@ -1,15 +1,11 @@
 """Run a program with a plan in its environment, then collect the ledgers that its processes wrote.
 
-A program has launchers, servers and workers that import torch and compute nothing, and it is right that nothing happens there.
-A process that ran **without the plan** while others ran under it is an error (exit code 3):
+Launchers, servers and workers that import torch and compute nothing are fine. A process that ran **without the plan** while
+others ran under it is an error (exit code 3):
 
-*   It called a model with parameters, in a phase that a clause acts in, and no clause changed anything. The model may be one in
-    which nothing matches: the score of a program whose ranks do not all run the same model is not what it seems.
+*   It called a model with parameters, in a phase that a clause acts in, and no clause changed anything.
 *   Or it is a rank of a process group, the plan acted in other ranks, and no pass of a model was seen in it. Workers of a
     sampling engine are left out: they wait for requests, and there may be few.
-
-A process in which clauses fired and changed nothing is one of these if enough values were seen (`ledger/inert.py`). One whose
-passes were all of other phases is not, nor is one whose ledger was written before all this was noted in it.
 """
 
 from __future__ import annotations
@@ -95,7 +91,7 @@ class ProcessRecord:
         return row | {"forward": self.ledger.forward, "backward": self.ledger.backward}
 
     def why_idle(self) -> str:
-        """Of a launcher, a server or a worker that had nothing to do, or of a process that an old file says little of."""
+        """Why nothing was injected into it; empty where an old file does not tell."""
         is_at_rest = self.phases is not None and not (self.phases or self.unmatched_models)
         return "it called no model" if is_at_rest else "; ".join(self.unmatched[:1])
 

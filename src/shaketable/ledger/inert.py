@@ -1,14 +1,8 @@
-"""The one judge of "this clause did nothing".
+"""The one judge of "this clause did nothing": `close`, `step`, `shaketable run`, the TRL callback, and the workers of engines.
 
-`close` and `step` of an injection, `shaketable run` while the program runs and for its exit code, the TRL callback, the
-workers of vLLM and verl: all ask `why_inert`, and print its words.
-
-A run that is **over** is judged by what happened. While it **goes on**, a clause is left alone if it may still act:
-
-*   It never fired, and was not on in enough passes. Counting those is the caller's work (`inject/inert.py`).
-*   It fired and changed no value, and too few values were seen: a bit flip of one in a billion may well leave a first step as
-    it was, and an output that is all zeros (adapters, projections that start at 0) has nothing that a gain could change.
-    Clipping at an absolute ceiling is left to the end, because an overflow may come late.
+A run that is **over** is judged by its ledger. While it **goes on**, a clause is left alone if it may still act: it was not on
+in enough passes (`inject/inert.py` counts them), or too few values were seen (a bit flip of one in a billion; an adapter whose
+output is still all zeros). Clipping at an absolute ceiling is judged at the end, because an overflow may come late.
 
 Imports no torch.
 """

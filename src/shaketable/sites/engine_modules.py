@@ -1,9 +1,8 @@
 """Models of sampling engines: how vLLM's own modules differ from others.
 
 An engine's classes are known by the package they were defined in. vLLM's linears are one matrix product each, of several
-projections at once (`qkv_proj`, `gate_up_proj`); on a CPU it packs their weights after loading and leaves an empty parameter
-behind, so a linear cannot be recognised by the shape of its weight. Its attention is a leaf, of which no product can be
-reached.
+projections at once (`qkv_proj`, `gate_up_proj`); on a CPU it packs their weights after loading and leaves an empty parameter,
+so the shape of a weight does not tell a linear. Its attention is a leaf.
 
 Imports no torch: configs are checked with `FUSED` where there may be none.
 """

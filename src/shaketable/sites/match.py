@@ -82,16 +82,12 @@ def _module_parts(site: Site, anatomy: Anatomy) -> list[Part]:
     found: dict[int, Part] = {}
     for name in site.names:
         wanted = [p for p in anatomy.parts if _matches(p, name, site)]
-        hits = [p for p in wanted if is_wanted(p, site, anatomy) or _is_named(p, name)]
+        # what is left out by default can be named: `module.lm_head`
+        hits = [p for p in wanted if is_wanted(p, site, anatomy) or p.role == name]
         if not hits:
             raise NoMatchError(_nothing(site, name, anatomy, wanted))
         found.update((id(p), p) for p in hits)
     return list(found.values())
-
-
-def _is_named(part: Part, name: str) -> bool:
-    """A role that is left out by default can be asked for by its own name: `module.lm_head`."""
-    return part.role == name
 
 
 def _matches(part: Part, name: str, site: Site) -> bool:

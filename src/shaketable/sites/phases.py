@@ -1,12 +1,10 @@
 """The phase of a program: rollout, train or eval.
 
-The phase of a forward pass is, in this order: what `with phase("eval"):` says; the phase that was set on the injection of a
-sampling engine's model (`Injection.phase`: in vLLM every forward is a rollout, until it is set to eval); `rollout` inside
-`model.generate`; `train` or `eval` as the model's own training flag says. An explicit phase wins over `generate`, because an
-evaluation that samples is an evaluation: the study we come from left its noise on during validation for want of that rule.
+The phase of a forward pass is, in this order: that of `with phase("eval"):`; the one set on the injection of a sampling
+engine's model (`Injection.phase`); `rollout` inside `model.generate`; `train` or `eval` as the model's training flag says. So
+an evaluation that samples is an evaluation.
 
-One outermost `generate`, or one outermost `with phase("rollout"):`, is one rollout, whatever is called inside it. Noise that is
-held for a rollout asks `current_rollout` which one this is.
+One outermost `generate`, or one outermost `with phase("rollout"):`, is one rollout (`current_rollout`).
 """
 
 from __future__ import annotations
@@ -66,11 +64,7 @@ _lock = threading.Lock()
 
 
 def mark_generate(model_class: type) -> type | None:
-    """Make `generate` of a class a rollout by itself; returns the class to give to `unmark_generate`.
-
-    The method is wrapped where it is defined. All the wrapper does is to note that it is running, so models that no
-    plan acts on are not affected, and copies of a model carry nothing of it.
-    """
+    """Make `generate` of a class a rollout by itself; returns the class that defines it, for `unmark_generate`."""
     home = next((c for c in model_class.__mro__ if callable(c.__dict__.get("generate"))), None)
     if home is None:
         return None

@@ -1,10 +1,8 @@
 """The structure of a model: its decoder layers, the role of every module, dense or mixture of experts.
 
-Roles are read from class names and weight shapes, never with isinstance on one library's class: Hugging Face, vLLM
-and others each have their own RMSNorm, and matching one of them was how the study we come from injected nothing.
-
-Names are canonical: what wrappers put into a path (`module.`, `_orig_mod.`, `base_model.model.`, `.base_layer`, …) is
-taken out, so that a plan and its noise do not depend on whether a model is wrapped by DDP, torch.compile or PEFT.
+Roles are read from class names and weight shapes, never with isinstance on one library's class: Hugging Face, vLLM and others
+each have their own RMSNorm. Names are canonical, without what wrappers put into a path (`module.`, `_orig_mod.`,
+`base_model.model.`, `.base_layer`, …): a plan and its noise do not depend on DDP, torch.compile or PEFT.
 """
 
 from __future__ import annotations
@@ -62,7 +60,8 @@ class Anatomy:
         """Read a model's anatomy."""
         layers, paths = find_layers(model)
         places = {path: i for i, path in enumerate(paths)}
-        self = cls(model=model, layers=[_without_fsdp1(layer) for layer in layers])
+        # FSDP1 puts a module without a name of its own around a layer
+        self = cls(model=model, layers=[layer._modules.get("_fsdp_wrapped_module") or layer for layer in layers])
         named = list(_canonical_modules(model))
         self.is_moe = any(_MOE.search(name) for _, name, _ in named)
         head = _output_head(model) or _head_by_shape(named, places)
@@ -85,11 +84,6 @@ class Anatomy:
     def excluded(self, part: Part) -> str | None:
         """The reason a part is left out unless `include=` names it: lm_head, embedding, router or lora."""
         return part.role if part.role in ("lm_head", "embedding", "router", "lora") else None
-
-
-def _without_fsdp1(layer: nn.Module) -> nn.Module:
-    """A layer without the module that FSDP1 puts around it, which has no name of its own."""
-    return layer._modules.get("_fsdp_wrapped_module") or layer
 
 
 def _above(name: str) -> Iterator[str]:
@@ -138,10 +132,13 @@ def _dims(module: nn.Module) -> int:
 
 
 def _output_head(model: nn.Module) -> nn.Module | None:
-    """The module that makes logits, as the model itself names it."""
+    """The module that makes logits, as the model itself names it; without PEFT's wrappers."""
     for module in model.modules():
         if callable(ask := getattr(module, "get_output_embeddings", None)):
-            return _unwrapped(ask())
+            head: Any = ask()
+            while isinstance(head, nn.Module) and isinstance(inner := head._modules.get("base_layer"), nn.Module):
+                head = inner
+            return head if isinstance(head, nn.Module) else None
     return None
 
 
@@ -153,12 +150,6 @@ def _head_by_shape(named: list[tuple[nn.Module, str, str]], places: dict[str, in
     shapes = {tuple(m._parameters["weight"].shape) for m in outside if "embedding" in _kind(m)}  # type: ignore[union-attr]
     heads = [m for m in outside if is_linear(m) and not is_engine_module(m) and tuple(m._parameters["weight"].shape) in shapes]  # type: ignore[union-attr]
     return heads[-1] if heads else None
-
-
-def _unwrapped(module: Any) -> nn.Module | None:
-    while isinstance(module, nn.Module) and isinstance(inner := module._modules.get("base_layer"), nn.Module):
-        module = inner
-    return module if isinstance(module, nn.Module) else None
 
 
 def _role(module: nn.Module, name: str, is_moe: bool, head: nn.Module | None) -> str | None:
@@ -183,11 +174,7 @@ def _role(module: nn.Module, name: str, is_moe: bool, head: nn.Module | None) ->
 
 
 def is_rotary(module: nn.Module) -> bool:
-    """Whether a module makes rotary angles out of positions: as a matrix product or without, as its author liked.
-
-    transformers 5.17 multiplies with `@`, 5.22 with `*`. An error of 5 % in the place of every token destroys a model, so a
-    plan on products would mean another thing after an update, if these counted.
-    """
+    """Whether a module makes rotary angles out of positions; transformers 5.17 does so with a matrix product, 5.22 without."""
     return "rotary" in _kind(module) and not is_engine_module(module)
 
 

@@ -1,11 +1,8 @@
 """The C++ kernels of `native.cpp`, called through ctypes, built once per machine with whatever compiler is there.
 
-Why not torch.compile: inductor needs the same compiler, tens of seconds at first use and a recompile per shape, and
-reaches a third of the speed. Why not a built wheel: the code wants -march=native, and the package stays pure Python.
-Without a compiler (or with SHAKETABLE_NATIVE=0) plain torch does the same arithmetic with the same bits, only slower;
-the ledger says which of the two was used.
-
-The library goes to the user's cache under a name made from source, compiler, CPU and Python, written atomically.
+Without a compiler (or with SHAKETABLE_NATIVE=0) plain torch does the same arithmetic with the same bits, only slower; the
+ledger says which of the two was used. The library goes to the user's cache under a name made from source, compiler, CPU and
+Python.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shaketable.io.cache_folder import cache_folder
 
@@ -53,7 +50,13 @@ def _library() -> ctypes.CDLL | None:
     if path is None:
         return None
     library = ctypes.CDLL(str(path))
-    _declare(library)
+    pointer, size, u32, f32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_float
+    library.normals_f32.argtypes = [pointer, size, u32, u32]
+    for dtype in ("f32", "bf16"):
+        for fault in ("relative", "absolute"):
+            getattr(library, f"{fault}_{dtype}").argtypes = [pointer, pointer, size, f32, u32, u32]
+        getattr(library, f"mxfp4_{dtype}").argtypes = [pointer, pointer, size, size]
+        getattr(library, f"sums_{dtype}").argtypes = [pointer, pointer, size, pointer]
     return library
 
 
@@ -94,17 +97,6 @@ def _build(cxx: str, path: Path) -> bool:
     return done.returncode == 0
 
 
-def _declare(library: ctypes.CDLL) -> None:
-    pointer, size, u32, f32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_float
-    library.normals_f32.argtypes = [pointer, size, u32, u32]
-    for fault in ("relative", "absolute"):
-        for dtype in ("f32", "bf16"):
-            getattr(library, f"{fault}_{dtype}").argtypes = [pointer, pointer, size, f32, u32, u32]
-    for dtype in ("f32", "bf16"):
-        getattr(library, f"mxfp4_{dtype}").argtypes = [pointer, pointer, size, size]
-        getattr(library, f"sums_{dtype}").argtypes = [pointer, pointer, size, pointer]
-
-
 def normals(n: int, key: int) -> Tensor:
     """`n` standard normals, float32, on the CPU."""
     import torch
@@ -116,26 +108,27 @@ def normals(n: int, key: int) -> Tensor:
     return out
 
 
-def _suffix(x: Tensor) -> str | None:
-    """The kernel variant for a plain CPU tensor of a type the kernels know, else None."""
+def _kernel(name: str, *tensors: Tensor) -> Any:
+    """The kernel for plain CPU tensors of one type; None where there is none."""
     import torch
 
-    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu" or not available():
+    plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors)
+    suffix = {torch.float32: "f32", torch.bfloat16: "bf16"}.get(tensors[0].dtype)
+    library = _library()
+    if not plain or suffix is None or library is None or any(x.dtype != tensors[0].dtype for x in tensors):
         return None
-    return {torch.float32: "f32", torch.bfloat16: "bf16"}.get(x.dtype)
+    return getattr(library, f"{name}_{suffix}")
 
 
 def add_noise(x: Tensor, scale: float, key: int, *, relative: bool) -> Tensor | None:
     """x + x·z·scale (relative) or x + z·scale in one pass; None when no kernel fits this tensor."""
     import torch
 
-    suffix = _suffix(x)
-    library = _library()
-    if suffix is None or library is None:
+    kernel = _kernel("relative" if relative else "absolute", x)
+    if kernel is None:
         return None
     x = x.contiguous()
     out = torch.empty_like(x)
-    kernel = getattr(library, f"{'relative' if relative else 'absolute'}_{suffix}")
     kernel(x.data_ptr(), out.data_ptr(), x.numel(), scale, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF)
     return out
 
@@ -144,11 +137,11 @@ def sums(clean: Tensor, faulty: Tensor) -> Tensor | None:
     """The twelve sums of `faults/sums.py` over a before/after pair; None when no kernel fits these tensors."""
     import torch
 
-    suffix, library = _suffix(clean), _library()
-    if suffix is None or library is None or suffix != _suffix(faulty):
+    kernel = _kernel("sums", clean, faulty)
+    if kernel is None:
         return None
     x, y, out = clean.contiguous(), faulty.contiguous(), torch.empty(12, dtype=torch.float64)
-    getattr(library, f"sums_{suffix}")(x.data_ptr(), y.data_ptr(), x.numel(), out.data_ptr())
+    kernel(x.data_ptr(), y.data_ptr(), x.numel(), out.data_ptr())
     return out
 
 
@@ -156,12 +149,11 @@ def mxfp4(x: Tensor) -> Tensor | None:
     """MXFP4 quantize-dequantize along the last dimension; None when no kernel fits this tensor."""
     import torch
 
-    suffix = _suffix(x)
-    library = _library()
-    if suffix is None or library is None or x.numel() == 0:
+    kernel = _kernel("mxfp4", x)
+    if kernel is None or x.numel() == 0:
         return None
     x = x.contiguous()
     out = torch.empty_like(x)
     cols = x.shape[-1]
-    getattr(library, f"mxfp4_{suffix}")(x.data_ptr(), out.data_ptr(), x.numel() // cols, cols)
+    kernel(x.data_ptr(), out.data_ptr(), x.numel() // cols, cols)
     return out

@@ -1,12 +1,8 @@
 """The kernels of a GPU: which one does a fault, which variant, and how it is launched. None where plain torch has to do it.
 
-Plain torch (`noise.py`, `formats.py`, …) stays the reference that these are tested against: in Triton's interpreter on every
-machine, on a GPU with the results committed.
-
-`kernel[grid](…)` looks at every argument, builds a key and finds the variant: 20 microseconds of Python, three times what the
-launch of a torch operator costs, and 210 times per forward. Which variant is needed is known here from a handful of flags; so
-after the first call the launcher that Triton has compiled for it is called directly. (Rejected: the CUDA driver through ctypes,
-which is slower, and a C module of our own, which saved a few hundred nanoseconds a launch.)
+Plain torch (`noise.py`, `formats.py`, …) is the reference that these are tested against. `kernel[grid](…)` costs 20
+microseconds of Python, three times what the launch of a torch operator does, so after the first call of a variant the launcher
+that Triton has compiled for it is called directly.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ _RECIPES = {"relative_gaussian": RELATIVE, "absolute_gaussian": ADDITIVE, "gain"
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """What a kernel reads from the GPU's memory, and where it counts: see `inject/cuda_graphs.py`."""
+    """Where a captured kernel reads its key and scale, and where it counts: see `inject/cuda_graphs.py`."""
 
     rows: Tensor
     """Rows of two words of key, the scale's bits, and flags, 0 when it is off; int32."""
@@ -120,8 +116,7 @@ def noise(
     if not fits(x):
         return None
     x, y, n, table = _arguments(x, live)
-    kind = RELATIVE if relative else ADDITIVE
-    shape = {"KIND": kind, "UNIT": unit is not None, **_shape(n, live)}
+    shape = {"KIND": RELATIVE if relative else ADDITIVE, "UNIT": unit is not None, **_shape(n, live)}
     launch(_kernels().noise, -(-n // BLOCK), (x, y, n, scale, *words(key), unit, *table), shape)
     return y
 

@@ -4,14 +4,8 @@ A block of a format, a block of a clipping fault, a token's row and the whole te
 that lie side by side and share a scale or a threshold. Row r of the tensor, `cols` wide, has ceil(cols / length) segments; the
 last may be short, and none reaches into the next row. One program takes `group` segments.
 
-A segment of up to `HELD` values is held in registers as a whole: read once, its number found, written. The sides of a tile are
-powers of two, and one tile for a row of 576 would let 44 % of 1024 lanes compute nothing; so a segment is up to nine tiles of
-one width, here of 64, of which the fewest lanes stay idle. They are of one width because Triton lays tiles of different widths
-out differently, and then moves values between threads to compare them. Tried on an H200 before, in shares of the speed of a
-copy: a second pass that finds the values in the cache, 71 % on clipping (the cache is not free, and every step waits for its
-values); one wide tile, 81 % on clipping and 35 % on FP8, which computes more, also on idle lanes.
-
-Longer segments are done in steps, in two passes.
+A segment of up to `HELD` values is held in registers as a whole. The sides of a tile are powers of two, and one tile for a row
+of 576 would leave 44 % of 1024 lanes idle; so a segment is up to nine tiles of one width. Longer segments take two passes.
 """
 
 from __future__ import annotations
