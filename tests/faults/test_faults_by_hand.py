@@ -9,11 +9,10 @@ import torch
 
 from shaketable.faults import KINDS, Draw, make_fault
 from shaketable.faults import sums as s
-from shaketable.faults.bits import as_integers, bits_set, everywhere, mantissa_bits
 from shaketable.faults.clipping import join_blocks, split_blocks, top
 from shaketable.faults.cpu import native
-from shaketable.faults.noise import deviation, in_units, middle, scaled, size, spread, wide
-from shaketable.faults.rng import lanes, mix64, normals, normals_of_words, plain_normals, signed, uniforms
+from shaketable.faults.noise import deviation, in_units, middle, scaled, size, spread
+from shaketable.faults.rng import lanes, mix64, normals, plain_normals, uniforms
 from shaketable.ledger.inert import changes_nothing
 from tests.tensors import bits, same_bits
 
@@ -83,13 +82,6 @@ def test_clipping_of_float64_compares_in_float64():
     assert made("dead_zone:1", x, dtype=torch.float64) == [0.0, 1.0 + 2**-40]
 
 
-@every_dtype
-def test_reduced_types_are_widened_and_wide_ones_are_left(dtype):
-    x = torch.ones(2, dtype=dtype)
-    assert wide(x).dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert (wide(x) is x) is (dtype.itemsize >= 4)
-
-
 # Bits
 
 
@@ -110,34 +102,6 @@ def test_a_random_bit_is_taken_from_a_number_of_its_own(dtype):
     flipped = bits(fault("bit_flip:0.5").apply(x, draw)) ^ bits(x)
     top_bit = -(1 << (width - 1))
     assert flipped.tolist() == [1, top_bit, top_bit, 0]
-
-
-def test_every_bit_of_float64_is_flipped():
-    x = torch.ones(64, 64, dtype=torch.float64)
-    flipped = bits(fault("bit_flip:1").apply(x, Draw(5))) ^ bits(x)
-    counts = [int(((flipped >> b) & 1).sum()) for b in range(64)]
-    assert sum(counts) == 4096 and min(counts) > 20
-
-
-@every_dtype
-def test_the_bits_of_a_value_the_highest_first(dtype):
-    n = MANTISSA[dtype]
-    assert mantissa_bits(torch.ones(1, dtype=dtype)) == n
-    found = bits_set(torch.tensor([1.0, 1.5, 1.25, 1.0 + 2.0**-n, -1.75], dtype=dtype))
-    assert found.shape == (n, 5) and found.dtype == torch.bool
-    assert [[i + 1 for i in range(n) if found[i, j]] for j in range(5)] == [[], [1], [2], [n], [1, 2]]
-
-
-def test_representations_are_those_of_the_same_width():
-    for dtype, raw in ((torch.float16, torch.int16), (torch.bfloat16, torch.int16), (torch.float32, torch.int32), (torch.float64, torch.int64)):  # fmt: skip
-        x = torch.tensor([[1.0, -2.0], [0.0, 3.0]], dtype=dtype).t()
-        assert as_integers(x).dtype == raw and torch.equal(as_integers(x).view(dtype), x)
-
-
-def test_faulty_lanes_are_a_mask_of_everything():
-    x = torch.zeros(2, 3)
-    assert everywhere(x, None).tolist() == [[True] * 3] * 2
-    assert everywhere(x, torch.tensor([True, False, True])).tolist() == [[True, False, True]] * 2
 
 
 @pytest.mark.parametrize(
@@ -398,12 +362,6 @@ def test_a_bias_is_that_of_its_reference_in_any_type():
     assert float(found) == 2.0 and not found.requires_grad and found.dim() == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_other_fault_keeps_a_reference(kind):
-    one = fault(kind if "magnitude" not in KINDS[kind].model_fields else f"{kind}:1")
-    assert (one.reference(torch.tensor([1.0, 5.0])) is None) is (kind != "bias")
-
-
 def test_a_bias_is_read_back_with_its_sign_from_finite_values_of_faulty_lanes():
     clean = torch.tensor([[0.0, 4.0, 2.0], [0.0, 4.0, NAN]])
     faulty = clean + torch.tensor([1.0, 1.0, 9.0])
@@ -448,11 +406,6 @@ def test_a_deviation_is_measured_in_float64():
 )
 def test_a_fault_writes_what_differs_from_its_defaults(fields, text):
     assert make_fault(fields).text() == text
-
-
-def test_params_are_without_kind_and_magnitude():
-    assert fault("gain:1").params() == {} and fault("gain:1", sparsity=0.5).params() == {"sparsity": 0.5}
-    assert fault("fp8_e4m3", scope="none").params() == {"scope": "none"}
 
 
 def test_faults_are_equal_by_their_fields_and_may_be_keys():
@@ -616,12 +569,6 @@ def test_how_much_must_be_seen_before_a_fault_is_called_inert(one, values, nothi
 # Random numbers
 
 
-def test_words_of_a_key_may_be_in_memory():
-    key = 0xFEDCBA9876543210
-    low, high = (torch.tensor(signed(word), dtype=torch.int32) for word in (key, key >> 32))
-    assert same_bits(normals_of_words(33, low, high, CPU), plain_normals(33, key, CPU))
-
-
 @pytest.mark.parametrize("n", [0, 1, 2, 7])
 def test_as_many_numbers_as_were_asked_for(n):
     assert normals(n, 5, CPU).shape == plain_normals(n, 5, CPU).shape == uniforms(n, 5, CPU).shape == (n,)
@@ -672,89 +619,6 @@ def test_fewer_lanes_are_some_of_those_of_more():
 
 
 # Kernels
-
-
-@pytest.fixture
-def toolchain(monkeypatch, tmp_path):
-    """A compiler that writes what it is told, and everything that names the library it builds."""
-    source = tmp_path / "native.cpp"
-    source.write_text("code")
-    state = SimpleNamespace(source=source, version=b"g++ 1", returncode=0, calls=[], writes=True)
-
-    def run(command, **_):
-        state.calls.append(command)
-        if "--version" not in command and state.writes:
-            with open(command[command.index("-o") + 1], "w", encoding="utf-8") as file:
-                file.write("library")
-        return SimpleNamespace(stdout=state.version, returncode=state.returncode)
-
-    monkeypatch.setattr(native, "subprocess", SimpleNamespace(run=run))
-    monkeypatch.setattr(native, "SOURCE", source)
-    monkeypatch.setattr(native, "_cpu", lambda: "flags: avx")
-    return state
-
-
-def test_a_library_is_named_by_all_that_it_depends_on(monkeypatch, toolchain):
-    names = [native._fingerprint("g++")]
-    assert native._fingerprint("g++") == names[0] and len(names[0]) == 16
-    toolchain.source.write_text("other code")
-    names.append(native._fingerprint("g++"))
-    toolchain.version = b"g++ 2"
-    names.append(native._fingerprint("g++"))
-    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-g"))
-    names.append(native._fingerprint("g++"))
-    monkeypatch.setattr(native, "_cpu", lambda: "flags: sse")
-    names.append(native._fingerprint("g++"))
-    monkeypatch.setattr(native, "sys", SimpleNamespace(version="3.99"))
-    names.append(native._fingerprint("g++"))
-    assert len(set(names)) == 6
-    assert {tuple(command) for command in toolchain.calls} == {("g++", "--version")}
-
-
-def test_a_library_that_was_built_is_put_in_its_place_and_nothing_else_is_left(toolchain, tmp_path):
-    path = tmp_path / "cache" / "deep" / "lib.so"
-    assert native._build("g++", path) is True
-    assert path.read_text() == "library" and [p.name for p in path.parent.iterdir()] == ["lib.so"]
-    (command,) = toolchain.calls
-    assert command[0] == "g++" and set(native.FLAGS) < set(command) and str(toolchain.source) in command
-    written = command[command.index("-o") + 1]
-    assert written != str(path) and written.startswith(str(path.parent)), "beside its place, and moved when it is whole"
-
-
-@pytest.mark.parametrize("writes", [True, False])
-def test_a_compiler_that_fails_leaves_what_was_there(toolchain, tmp_path, writes):
-    path = tmp_path / "lib.so"
-    path.write_text("older")
-    toolchain.returncode, toolchain.writes = 1, writes
-    assert native._build("g++", path) is False
-    assert path.read_text() == "older" and sorted(p.name for p in tmp_path.iterdir()) == ["lib.so", "native.cpp"]
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("processor: 0\nflags\t: fpu avx2\nbugs\t: none\nflags\t: other\n", "flags\t: fpu avx2"),
-        ("processor: 0\nFeatures\t: fp asimd\n", "Features\t: fp asimd"),
-        ("processor: 0\nvendor: flags\n", "machine"),
-        ("", "machine"),
-        (None, "machine processor"),
-    ],
-)
-def test_what_a_processor_can_do_is_read_where_the_system_says_it(monkeypatch, text, found):
-    def read_text():
-        if text is None:
-            raise FileNotFoundError
-        return text
-
-    asked = []
-    monkeypatch.setattr(native, "Path", lambda path: asked.append(path) or SimpleNamespace(read_text=read_text))
-    monkeypatch.setattr(native, "platform", SimpleNamespace(machine=lambda: "machine", processor=lambda: "processor"))
-    assert native._cpu() == found and asked == ["/proc/cpuinfo"]
-
-
-def test_where_nothing_was_built_there_are_no_kernels(monkeypatch):
-    monkeypatch.setattr(native, "_built", lambda: None)
-    assert native._library.__wrapped__() is None
 
 
 @pytest.mark.skipif(not native.available(), reason="no C++ compiler here")

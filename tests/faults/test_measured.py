@@ -197,14 +197,18 @@ def test_mix64_is_splitmix64():
 
 def test_the_kernels_take_what_they_know_and_leave_the_rest(monkeypatch):
     x = torch.ones(4, 32)
-    for dtype, suffix in ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, None), (torch.float64, None)):
-        assert native._suffix(x.to(dtype)) == (suffix if native.available() else None)
-    assert native._suffix(torch.nn.Parameter(x)) == native._suffix(x)
-    assert native._suffix(x.to("meta")) is None and native._suffix(x.as_subclass(type("Sub", (torch.Tensor,), {}))) is None
+
+    def taken(x):
+        found = native.add_noise(x, 0.1, 1, relative=True), native.sums(x, x), native.mxfp4(x)
+        return [y is not None for y in found]
+
+    for y in (x, x.bfloat16(), torch.nn.Parameter(x)):
+        assert taken(y) == [native.available()] * 3
+    for y in (x.half(), x.double(), x.to("meta"), x.as_subclass(type("Sub", (torch.Tensor,), {}))):
+        assert taken(y) == [False] * 3
     assert native.sums(x, x.bfloat16()) is None and native.mxfp4(x[:0]) is None
     monkeypatch.setattr(native, "_library", lambda: None)
-    assert (native.available(), native.name(), native._suffix(x)) == (False, "torch", None)
-    assert native.add_noise(x, 0.1, 1, relative=True) is None and native.mxfp4(x) is None and native.sums(x, x) is None
+    assert (native.available(), native.name(), taken(x)) == (False, "torch", [False] * 3)
 
 
 def test_kernels_are_built_once_for_each_compiler_and_not_where_nobody_wants_them(monkeypatch, tmp_path):

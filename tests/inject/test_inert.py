@@ -235,6 +235,3 @@ def test_aqn_that_rounding_swallows_is_inert_if_sigma_never_changes(aqn, lines):
         model(torch.ones(2, 512, dtype=torch.bfloat16))
     assert len(noise.inert()) == lines
     noise.close(check=False)
-
-
-# ---- the parts

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import shaketable as st
-from shaketable.errors import InertError, PlanError
+from shaketable.errors import PlanError
 from shaketable.inject import weights
 from shaketable.inject.injection import Injection, this_rank
-from shaketable.inject.passes import Entry, Frame, Pass
+from shaketable.inject.passes import Entry
 from shaketable.plan import Plan
 
 X = torch.ones(2, 4)
@@ -20,12 +20,6 @@ X = torch.ones(2, 4)
 
 def made(plan="gain:1@module.linear", **options):
     return Injection(Plan.parse(plan, seed=options.pop("seed", 0)), **{"rank": 0, "allow_inert": True, **options})
-
-
-def opened(injection, entry=None, **options):
-    entry = entry or Entry(0, nn.Identity(), None)
-    current = Pass(injection, "train", 5, (True,) * len(injection.faults), tuple(injection.faults), **options)
-    return Frame(entry, current, entry.layer, entry.excluded, recomputing=False)
 
 
 @pytest.mark.parametrize("skipped", [False, True])
@@ -36,41 +30,6 @@ def test_a_pass_that_is_spared_is_left_alone_and_is_counted_all_the_same(skipped
     entry = Entry(0, nn.Identity(), None)
     first, second = (injection.begin_pass(entry, "train") for _ in range(2))
     assert first.acts == (not skipped,) and first.key != second.key
-
-
-def test_integers_are_refused_with_their_place_and_type():
-    injection = made("gain:1@module.embedding,point=input")
-    tap = injection.make_tap(0, "embed", "input", None)
-    with pytest.raises(PlanError) as refused:
-        tap.forward(torch.arange(3), opened(_on(injection)))
-    assert str(refused.value) == "module.embedding: embed input is torch.int64; faults act on floating tensors"
-
-
-def _on(injection):
-    injection.enabled = True
-    return injection
-
-
-def test_an_injection_that_was_closed_is_not_switched_on_again():
-    injection = made()
-    injection.close(check=False)
-    injection.close()
-    with pytest.raises(PlanError, match=r"^this injection is closed; make a new one with inject\(\)$"):
-        injection.enable()
-
-
-def test_it_is_closed_when_the_outermost_block_ends_and_an_error_inside_is_not_hidden():
-    model = nn.Linear(4, 4)
-    injection = st.inject(model, "gain:1@module.linear")
-    with injection:
-        with injection:
-            model(X)
-        assert not injection.closed and injection.enabled
-    assert injection.closed and not injection.enabled
-    with pytest.raises(KeyError), st.inject(model, "gain:1@module.linear"):
-        raise KeyError
-    with pytest.raises(InertError), st.inject(model, "gain:1@module.linear"):
-        pass
 
 
 @pytest.mark.parametrize("sampler", [False, True])
@@ -92,41 +51,12 @@ def test_only_a_sampler_has_a_phase_and_it_must_be_one(sampler):
         assert injection.phase == "eval" == injection.phase_now()
 
 
-@pytest.mark.parametrize(("clause", "magnitudes"), [(None, [0.5, 0.5, None]), (0, [0.5, 2.0, None]), (1, [1.0, 0.5, None])])  # fmt: skip
-def test_a_magnitude_is_set_for_the_clause_that_is_named(clause, magnitudes):
-    injection = made("gain:1@layer.0;gain:2@layer.0;mxfp4@module.linear")
-    injection.set_magnitude(0.5, clause)
-    assert [fault.asked() for fault in injection.faults] == magnitudes == [site.asked for site in injection.sites]
-
-
-def test_what_was_counted_goes_on_in_another_process_with_its_statistics():
-    first = made("bias:0.5@module.linear")
-    tap = first.make_tap(0, "a", "output", None)
-    tap.forward(torch.tensor([[0.0, 2.0]]), opened(_on(first)))
-    counted = first.counted()
-    assert counted["references"] == {"0 a output forward 0": 1.0} and counted["gpus"] == []
-    later = made("bias:0.5@module.linear")
-    again = later.make_tap(0, "a", "output", None)
-    later.go_on(counted)
-    assert torch.equal(again.forward(torch.tensor([[0.0, 20.0]]), opened(_on(later))), torch.tensor([[0.5, 20.5]]))
-    assert later.ledger.forward == 1, "what the other process did is not told again"
-    later.forget()
-    assert later.counters.saved() == [[0.0] * 16] * 2
-
-
 @pytest.mark.parametrize(("modes", "training"), [((), False), ((False, False), False), ((False, True), True)])
 def test_an_injection_trains_if_one_of_its_models_does(modes, training):
     injection = made()
     for mode in modes:
         injection.attach(nn.Linear(4, 4).train(mode))
     assert injection.is_training is training
-
-
-def test_the_step_keys_the_noise_from_the_first_pass_on():
-    assert made(step=5).step == 5 == made(step=5).calls.step and made().step == 0
-    injection = made()
-    injection.step = 9
-    assert injection.calls.step == 9
 
 
 def test_a_process_of_a_group_has_the_rank_that_torch_says(monkeypatch):

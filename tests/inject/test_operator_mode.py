@@ -52,21 +52,6 @@ def test_an_operator_is_hit_and_so_is_every_gradient_it_makes(name):
     assert (ledger.forward, ledger.backward) == (1, gradients)
 
 
-@pytest.mark.parametrize("name", ["add", "relu", "exp", "sum", "layer norm by hand"])
-def test_other_functions_are_left_alone(name):
-    functions = {
-        "add": lambda a: a + a,
-        "relu": lambda a: F.relu(a),
-        "exp": lambda a: a.exp(),
-        "sum": lambda a: a.sum(),
-        "layer norm by hand": lambda a: (a - a.mean()) / a.std(),
-    }
-    model = Body(functions[name])
-    with st.inject(model, PLAN, allow_inert=True) as ledger:
-        assert torch.equal(model(A), functions[name](A))
-    assert ledger.forward == 0
-
-
 def test_names_bound_long_ago_are_met():
     from torch.nn.functional import linear as early
 
@@ -74,24 +59,6 @@ def test_names_bound_long_ago_are_met():
     with st.inject(model, PLAN) as ledger:
         model(A)
     assert ledger.forward == 1
-
-
-def test_out_and_in_place_forms_are_hit():
-    def into(a):
-        out = torch.empty(4, 4)
-        torch.mm(a, a, out=out)
-        return out
-
-    def in_place(a):
-        c = torch.zeros(4, 4)
-        return c.addmm_(a, a)
-
-    for function in (into, in_place):
-        model = Body(function)
-        clean = model(A)
-        with st.inject(model, PLAN) as ledger:
-            assert not torch.equal(model(A), clean)
-        assert ledger.forward == 1
 
 
 @pytest.mark.parametrize(("direction", "forward", "backward"), [("forward", 1, 0), ("backward", 0, 2), ("both", 1, 2)])
@@ -105,14 +72,6 @@ def test_directions_are_switched_apart(direction, forward, backward):
     assert (ledger.forward, ledger.backward) == (forward, backward)
     assert torch.equal(y, torch.mm(a, b)) == (forward == 0)
     assert all(torch.equal(g, c) for g, c in zip(grads, clean, strict=True)) == (backward == 0)
-
-
-def test_every_gradient_has_an_error_of_its_own():
-    a = A.clone().requires_grad_()
-    model = Body(lambda x: x @ x)
-    with st.inject(model, "relative_gaussian:0.5@op.matmul,direction=backward") as ledger:
-        torch.autograd.grad(model(a).sum(), a)
-    assert ledger.backward == 2
 
 
 def test_gradients_of_other_arguments_and_of_other_products_have_errors_that_are_unlike():
@@ -211,23 +170,6 @@ def test_modes_of_the_user_above_ours_keep_their_order():
         assert _get_current_function_mode_stack() == [first, second, third]
 
 
-def test_a_head_is_left_out_by_its_weight_however_that_was_cast(tiny_llama):
-    """Trainers multiply by the weight of a head outside of its module, and cast it before."""
-    ids = torch.arange(6)[None]
-    with st.inject(tiny_llama, "gain:0.1@op.matmul,direction=forward") as ledger:
-        hidden = tiny_llama.model(ids).last_hidden_state
-        inside = ledger.forward
-    shape, weight = nn.Module(), tiny_llama.lm_head.weight
-    shape.lm_head = tiny_llama.lm_head
-    shape.forward = lambda x: (x @ weight.T + x @ weight.double().float().T) @ torch.ones(64, 2)
-    with st.inject(shape, "gain:0.1@op.matmul,direction=forward") as ledger:
-        shape(hidden)
-    assert inside == 4 * 7 and ledger.forward == 1
-    with st.inject(shape, "gain:0.1@op.matmul,direction=forward,include=lm_head") as ledger:
-        shape(hidden)
-    assert ledger.forward == 3
-
-
 CASTS = {
     "to": lambda w: w.to(torch.float64),
     "float": lambda w: w.float(),
@@ -314,16 +256,6 @@ def test_the_products_of_attention_are_hit_where_the_backend_exposes_them():
     assert ledger.sites[0].fused == 0
 
 
-def test_operators_inside_torch_multi_head_attention_are_met():
-    torch.manual_seed(0)
-    model = nn.MultiheadAttention(8, 2, batch_first=True)
-    x = torch.randn(1, 3, 8)
-    with st.inject(model, "relative_gaussian:0.1@op.matmul") as ledger:
-        noisy = model(x, x, x)[0]
-    assert ledger.forward >= 2
-    assert not torch.equal(noisy, model(x, x, x)[0])
-
-
 def test_a_transformer_encoder_of_torch_is_met_in_eval_mode_too():
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     with torch.no_grad(), st.inject(model, "relative_gaussian:0.1@op.matmul") as ledger:
@@ -358,26 +290,6 @@ def test_other_threads_are_shaken_and_do_not_mix():
     assert ledger.forward == 20
     assert all(torch.equal(r, A @ A) for r in results[1])
     assert len({r.sum().item() for r in results[0]}) == 20
-
-
-def test_a_mode_of_the_user_survives_ours():
-    from torch.overrides import TorchFunctionMode
-
-    class Theirs(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    seen = []
-    model = Body(torch.mm)
-    injection = st.inject(model, PLAN).enable()
-    with Theirs():
-        model(A, A)
-        injection.close()
-        seen.clear()
-        torch.mm(A, A)
-        assert torch.mm in seen
-    assert torch.overrides._len_torch_function_stack() == 0
 
 
 def test_experts_of_a_mixture_are_met():

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 import shaketable as st
-from shaketable.errors import InertError, PlanError
+from shaketable.errors import InertError
 from shaketable.inject import op, passes
 from shaketable.inject.injection import Injection, inject
-from shaketable.inject.passes import Entry, Frame
 from shaketable.plan import Plan
 
 X = torch.ones(2, 4)
@@ -65,22 +64,6 @@ def test_only_the_clauses_on_a_softmax_that_is_hidden_are_warned_of(recwarn):
     assert [w for w in recwarn if w.category is RuntimeWarning] == []
 
 
-@pytest.mark.parametrize(
-    ("options", "hold", "sampler", "phase"),
-    [
-        ({}, False, False, None),
-        ({"hold": True}, True, False, None),
-        ({"sampler": True}, True, True, "rollout"),
-    ],
-)
-def test_a_sampler_holds_its_noise_and_begins_in_a_rollout(options, hold, sampler, phase):
-    injection = made(**options)
-    assert (injection.hold, injection.sampler) == (hold, sampler)
-    assert injection.phase == phase and injection.phase_now() == (phase or "eval")
-    with st.phase("train"):
-        assert injection.phase_now() == "train"
-
-
 # ---- on, off, closed
 
 
@@ -102,18 +85,6 @@ def test_a_model_that_comes_while_the_plan_is_on_is_hooked_at_once_and_one_that_
     injection.close()
     assert not any(map(is_hooked, (first, second, third)))
     assert {name: s.fires(False) for name, s in injection.sites[0].spots.items()} == {"0": 1, "model1.0": 1, "model2.0": 1}
-
-
-def test_off_is_clean_and_on_again_goes_on_counting():
-    model = linear()
-    injection = inject(model, GAIN).enable()
-    model(X)
-    injection.disable()
-    assert not injection.enabled and is_hooked(model) and torch.equal(model(X), torch.full((2, 4), 4.0))
-    injection.enable()
-    assert torch.equal(model(X), torch.full((2, 4), 8.0))
-    injection.close()
-    assert injection.ledger.forward == 2 and injection.closed and not injection.enabled
 
 
 def test_what_a_closed_injection_leaves_behind_is_its_ledger():
@@ -173,17 +144,6 @@ def test_enabling_again_in_the_middle_of_a_pass_keeps_the_pass():
         model(X)
         assert depths == [1] and injection.calls.stack == []
         assert injection.inert_check.phases["train"] == 1
-
-
-def test_switching_on_after_an_interrupt_forgets_the_frames_that_were_open():
-    injection = made()
-    entry = Entry(1, nn.Identity(), None, is_root=True)
-    injection.enable()
-    injection.calls.stack.append(Frame(entry, injection.begin_pass(entry, "train"), None, None, recomputing=False))
-    injection.enable()
-    assert len(injection.calls.stack) == 1
-    injection.disable().enable()
-    assert injection.calls.stack == []
 
 
 @pytest.mark.parametrize("plan", [GAIN, "gain:1@op.matmul"])
@@ -259,26 +219,6 @@ def test_a_step_that_is_refused_leaves_the_step_as_it_was():
     injection.close(check=False)
 
 
-def test_the_phase_of_an_engine_is_that_of_its_forwards_and_its_weights_follow():
-    model = linear()
-    injection = made("gain:1@module.linear,point=weight,phase=rollout", sampler=True)
-    injection.attach(model)
-    injection.enable()
-    assert torch.equal(model[0].weight, torch.full((4, 4), 2.0))
-    injection.phase = "eval"
-    assert torch.equal(model[0].weight, torch.ones(4, 4)) and injection.phase_now() == "eval"
-    injection.phase = "rollout"
-    assert torch.equal(model[0].weight, torch.full((4, 4), 2.0))
-    injection.set_magnitude(2)
-    assert torch.equal(model[0].weight, torch.full((4, 4), 3.0))
-    injection.disable()
-    assert torch.equal(model[0].weight, torch.ones(4, 4))
-    injection.enable()
-    assert torch.equal(model[0].weight, torch.full((4, 4), 3.0))
-    injection.close()
-    assert torch.equal(model[0].weight, torch.ones(4, 4))
-
-
 def test_a_step_of_an_engine_draws_its_weights_anew_and_the_same_step_the_same():
     model = linear()
     injection = made("relative_gaussian:0.5@module.linear,point=weight", sampler=True)
@@ -298,33 +238,11 @@ def test_a_step_of_an_engine_draws_its_weights_anew_and_the_same_step_the_same()
     assert torch.equal(model[0].weight, torch.ones(4, 4))
 
 
-def test_the_phase_of_what_lives_in_no_engine_is_not_to_be_set():
-    injection = made()
-    with pytest.raises(PlanError, match="elsewhere write"):
-        injection.phase = "eval"
-    assert injection.phase is None
-
-
 def test_a_fault_without_a_magnitude_keeps_a_plan_there():
     injection = made("mxfp4@module.linear;gain:1@module.linear").enable()
     injection.set_magnitude(0)
     assert op.present[injection.handle] is True
     assert [site.asked for site in injection.sites] == [None, 0.0]
-
-
-# ---- counting
-
-
-# ---- what a pass is
-
-
-# ---- between graphs, and while they are traced
-
-
-ROOT, PART = Entry(1, nn.Identity(), None, is_root=True), Entry(2, nn.Identity(), 0)
-
-
-# ---- frames that are entered and left
 
 
 def test_a_part_inside_of_a_model_is_no_pass_of_its_own():

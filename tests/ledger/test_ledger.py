@@ -10,7 +10,7 @@ import shaketable as st
 from shaketable.faults import make_fault
 from shaketable.faults.cpu import native
 from shaketable.faults.sums import SAMPLE, plain_sums, sums
-from shaketable.inject.counters import measure
+from shaketable.inject.counters import Measurement, measure
 from shaketable.ledger.ledger import Ledger
 
 
@@ -169,7 +169,8 @@ def test_a_tensor_whose_sample_is_all_zero_is_measured_whole():
     """Gradients of a prompt's tokens are zero; every fourth row is one of them here, and all that the sample looks at."""
     clean = torch.ones(4096, 1024)
     clean[::4] = 0
-    found = measure(make_fault({"kind": "relative_gaussian", "magnitude": 0.1}), clean, clean * 1.1, None).columns()
+    measured = measure(make_fault({"kind": "relative_gaussian", "magnitude": 0.1}), clean, clean * 1.1, None)
+    (found,) = Measurement.all_columns([measured])
     assert found[2:4] == [clean.numel(), clean.numel() * 3 // 4]
     assert found[7] == pytest.approx(0.1, rel=1e-4)
 

@@ -50,7 +50,7 @@ def read(*magnitudes, name="a", changed=10, **more):
 )
 def test_a_magnitude_is_off_by_a_tenth_and_by_more_than_chance(magnitudes, asked, said):
     why = ": the tensor's own type rounds, or the fault is data-dependent"
-    found = clause(read(*magnitudes), asked=asked)
+    found = clause(read(*magnitudes), fault=f"gain:{asked}", asked=asked)
     assert found.remark() == found.to_dict()["remark"] == (None if said is None else said + why)
 
 

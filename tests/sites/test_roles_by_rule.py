@@ -141,14 +141,6 @@ def test_the_head_that_a_model_names_is_the_head_whatever_it_is_called():
     assert roles(inside)["model.out"] == "lm_head", "a model inside of another may say it"
 
 
-def test_the_outermost_model_is_asked_first():
-    first, second = nn.Linear(2, 4), nn.Linear(2, 4)
-    inner = model_that_says(second, second=second)
-    assert roles(model_that_says(first, first=first, inner=inner)) == {
-        "": None, "first": "lm_head", "inner": None, "inner.second": "linear",
-    }  # fmt: skip
-
-
 def test_a_head_that_a_model_names_is_one_whatever_became_of_its_weight():
     packed, bare = holding("Linear4bit", weight=8), nn.Identity()
     assert roles(model_that_says(packed, out=packed))["out"] == roles(model_that_says(bare, out=bare))["out"] == "lm_head"
@@ -262,15 +254,6 @@ def test_an_adapter_is_what_its_path_calls_one(path, wanted):
     assert role(nn.Linear(2, 2), path) == wanted
 
 
-def test_what_an_adapter_holds_has_a_weight_or_no_role():
-    assert role(nn.LayerNorm(2), "q.lora_norm") == "lora" and role(nn.Dropout(), "q.lora_dropout.default") is None
-    assert role(nn.Linear(2, 2), "q.lora_A.lm_head") == "lora", "also where it has the name of a head"
-
-
-def test_an_adapter_of_a_router_is_an_adapter():
-    assert role(nn.Linear(2, 2), "mlp.lora_A.gate", experts=nn.Linear(2, 2)) == "lora"
-
-
 # Which of two rules wins
 
 
@@ -334,18 +317,6 @@ def test_a_stack_of_another_name_is_a_list_of_several_of_one_class(stack, found)
     assert bool(find_layers(nested("model.others", stack))[0]) is found
 
 
-@pytest.mark.parametrize(
-    "stack",
-    [
-        nn.ModuleList([block(), nn.Linear(2, 2)]),
-        nn.ModuleList([nn.Linear(2, 2)]),
-        nn.ModuleList(),
-    ],
-)
-def test_layers_have_parts_whatever_they_are_called(stack):
-    assert find_layers(nested("model.layers", stack)) == ([], [])
-
-
 def test_a_sequential_of_several_of_a_class_of_its_own_is_a_stack_and_what_is_inside_of_them_is_not():
     one = around(nn.Linear(2, 2), heads=nn.ModuleList([block(), block()]), name="Own")
     trunk = nn.Sequential(*(copy.deepcopy(one) for _ in range(3)))
@@ -357,19 +328,6 @@ def test_a_dict_of_several_of_one_class_is_a_stack_by_its_name():
     assert find_layers(nested("model.layers", nn.ModuleDict(members)))[1] == ["model.layers.0", "model.layers.1"]
     assert find_layers(nested("model.others", nn.ModuleDict(members)))[1] == []
     assert find_layers(nested("model.layers", nn.ModuleDict({**members, "2": around(nn.Linear(2, 2))})))[1] == []
-
-
-def test_a_sequential_of_another_name_is_no_stack_and_what_is_inside_of_it_may_be():
-    model = nested("features", nn.Sequential(around(layers=nn.ModuleList([block()]))))
-    assert find_layers(model)[1] == ["features.0.layers.0"]
-
-
-def test_stacks_of_one_class_and_two_widths_are_two_models():
-    def stack(width):
-        return nn.ModuleList(nn.Sequential(nn.Linear(width, width)) for _ in range(2))
-
-    model = around(model=around(low=around(layers=stack(2)), high=around(layers=stack(3))))
-    assert find_layers(model)[1] == ["model.high.layers.0", "model.high.layers.1"]
 
 
 @pytest.mark.parametrize(
@@ -385,12 +343,6 @@ def test_stacks_beside_each_other_count_at_any_depth(paths):
             here = here._modules[name]
         here.add_module(last, nn.ModuleList([block(), block()]))
     assert find_layers(model)[1] == [f"{path}.{i}" for path in paths for i in range(2)]
-
-
-def test_stacks_at_two_depths_are_two_models():
-    stacks = [nn.ModuleList([block(), block()]) for _ in range(2)]
-    model = around(low=around(layers=stacks[0]), high=around(inner=around(layers=stacks[1])))
-    assert len(find_layers(model)[0]) == 2
 
 
 def test_of_two_equal_stacks_the_first_is_meant_where_they_do_not_belong_together():
@@ -475,13 +427,6 @@ def test_parts_know_their_layer_through_wrappers_around_the_model_and_the_layers
     assert found == {"norm": None, "layers.0.q": 0, "layers.1.q": 1, "layers.2.q": 2}
     clause = Plan.parse("gain:1@module.linear,layers=1-2").clauses[0]
     assert [t.part.name for t in targets(clause, Anatomy.of(model))] == ["layers.1.q", "layers.2.q"]
-
-
-def test_roles_are_counted_in_one_order_and_only_those_that_are_there():
-    model = around(
-        lm_head=nn.Linear(2, 2), norm=nn.LayerNorm(2), embed=nn.Embedding(2, 2), q=nn.Linear(2, 2), k=nn.Linear(2, 2)
-    )
-    assert list(role_counts(Anatomy.of(model)).items()) == [("linear", 2), ("layernorm", 1), ("embedding", 1), ("lm_head", 1)]
 
 
 @pytest.mark.parametrize(

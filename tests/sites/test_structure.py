@@ -8,7 +8,7 @@ from torch import nn
 import shaketable as st
 from shaketable.plan import Plan
 from shaketable.sites.match import targets
-from shaketable.sites.structure import Anatomy, canonical, find_layers
+from shaketable.sites.structure import Anatomy, find_layers
 from tests.sites.role_counts import role_counts
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64}
@@ -41,13 +41,6 @@ def test_roles_and_layers(family):
     counts = role_counts(anatomy)
     assert {k: counts.get(k, 0) for k in FAMILIES[family][1]} == FAMILIES[family][1]
     assert anatomy.is_moe == (family in ("Mixtral", "Qwen2Moe"))
-
-
-def test_every_decoder_linear_knows_its_layer():
-    anatomy = Anatomy.of(skeleton("Qwen2"))
-    for part in anatomy.parts:
-        if ".layers." in part.name:
-            assert part.layer == int(part.name.split(".")[2])
 
 
 def block():
@@ -155,23 +148,6 @@ def test_shared_modules_are_counted_once():
     assert len(find_layers(looped)[0]) == 1
 
 
-@pytest.mark.parametrize(
-    ("raw", "name"),
-    [
-        ("module.model.layers.0.q_proj", "model.layers.0.q_proj"),
-        ("_orig_mod.model.layers.0", "model.layers.0"),
-        ("base_model.model.model.layers.0.q_proj.base_layer", "model.layers.0.q_proj"),
-        ("module._orig_mod.base_model.model.lm_head", "lm_head"),
-        ("base_model.layers.0.q_proj", "base_model.layers.0.q_proj"),
-        ("module.module.model.layers.0", "model.layers.0"),
-        ("model.module.layers.0", "model.module.layers.0"),
-        ("model.layers.0._checkpoint_wrapped_module.mlp", "model.layers.0.mlp"),
-    ],
-)
-def test_names_do_not_depend_on_wrappers(raw, name):
-    assert canonical(raw) == name
-
-
 def matched(plan, model):
     return [t.part.name for t in targets(Plan.parse(plan).clauses[0], Anatomy.of(model))]
 
@@ -246,18 +222,6 @@ def test_a_dense_model_whose_linear_is_called_gate_has_no_router():
     assert role_counts(Anatomy.of(model)) == {"linear": 3, "router": 1}, "where there are experts, it is"
 
 
-class OtherBlock(nn.Sequential):
-    """A layer of another class."""
-
-
-@pytest.mark.parametrize("kinds", [(nn.Sequential,), (nn.Sequential, OtherBlock)], ids=["one layer", "two kinds"])
-def test_a_stack_that_is_named_as_one_may_have_one_layer_or_two_kinds(kinds):
-    model = nn.Module()
-    model.model = nn.Module()
-    model.model.layers = nn.ModuleList(kind(nn.Linear(2, 2)) for kind in kinds)
-    assert find_layers(model)[1] == [f"model.layers.{i}" for i in range(len(kinds))]
-
-
 def test_a_stack_inside_of_a_layer_is_no_stack_of_layers():
     """However it is named: here the inner ones are called decoders, which win where they stand for themselves."""
     model = nn.Module()
@@ -266,59 +230,6 @@ def test_a_stack_inside_of_a_layer_is_no_stack_of_layers():
     for block in model.encoder.layers:
         block.decoder_layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
     assert find_layers(model)[1] == ["encoder.layers.0", "encoder.layers.1"]
-
-
-def test_a_block_inside_of_one_of_the_same_role_is_a_part_of_it_and_another_is_not():
-    model = nn.Sequential()
-    model.mlp = nn.Sequential()
-    model.mlp.mlp = nn.Sequential(nn.Linear(2, 2))
-    model.mlp.attention = type("Attention", (nn.Sequential,), {})(nn.Linear(2, 2))
-    roles = {p.name: p.role for p in Anatomy.of(model).parts}
-    assert (roles["mlp"], roles["mlp.mlp"], roles["mlp.attention"]) == ("mlp", None, "attention")
-
-
-STACKS = {
-    "model.layers": 2, "decoder.layers": 2, "encoder_decoder.layers": 2, "encoder.layers": 1, "Encoder.layers": 1,
-    "vision.layers": 0, "Visual.blocks": 0, "audio_decoder.layers": 0, "image.h": 0, "model.vision_encoder.layers": 0,
-}  # fmt: skip
-
-
-def test_the_stack_with_most_parameters_is_meant_though_another_has_more_layers():
-    def stack(layers, width):
-        return nn.ModuleList(nn.Sequential(nn.Linear(width, width)) for _ in range(layers))
-
-    model = nn.Module()
-    model.small, model.large = nn.Module(), nn.Module()
-    model.small.layers, model.large.blocks = stack(6, 4), stack(2, 32)
-    assert find_layers(model)[1] == ["large.blocks.0", "large.blocks.1"]
-
-
-class Wrapper(nn.Module):
-    """As DDP, torch.compile or PEFT put themselves around a module."""
-
-    def __init__(self, name, inner):
-        super().__init__()
-        setattr(self, name, inner)
-
-
-@pytest.mark.parametrize("name", ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"])
-def test_a_wrapper_is_no_part_of_its_own_and_what_it_wraps_keeps_its_name(name):
-    model = nn.Module()
-    model.q_proj = Wrapper(name, nn.Linear(2, 2))
-    parts = {p.name: (type(p.module).__name__, p.role) for p in Anatomy.of(model).parts}
-    assert parts == {"": ("Module", None), "q_proj": ("Linear", "linear")}
-
-
-def test_a_head_inside_of_an_adapter_is_the_head():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.out = Wrapper("base_layer", nn.Linear(2, 4))
-
-        def get_output_embeddings(self):
-            return self.out
-
-    assert {p.name: p.role for p in Anatomy.of(Model()).parts if p.role} == {"out": "lm_head"}
 
 
 @pytest.mark.parametrize(
@@ -333,12 +244,3 @@ def test_the_head_of_an_engine_is_never_called(point, said):
         return
     with pytest.raises(st.PlanError, match=said):
         targets(clause, Anatomy.of(model))
-
-
-def test_a_layer_that_fsdp1_has_wrapped_is_the_layer_itself():
-    """Its wrapper has no name of its own: a plan on the layer must find the part that has."""
-    model = nn.Module()
-    model.layers = nn.ModuleList(Wrapper("_fsdp_wrapped_module", block()) for _ in range(2))
-    anatomy = Anatomy.of(model)
-    assert anatomy.layers == [wrapper._fsdp_wrapped_module for wrapper in model.layers]
-    assert matched("gain:1@layer.1", model) == ["layers.1"]

@@ -75,7 +75,7 @@ def _shift(x: Tensor, by: int) -> Tensor:
     return (x >> by) & ((1 << (32 - by)) - 1)
 
 
-def _hash(counter: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
+def _hash(counter: Tensor, low: int, high: int) -> Tensor:
     """The first 32-bit hash of each counter (int32, wrapping) under a key of two words."""
     h = counter ^ low
     h = (h ^ _shift(h, 16)) * signed(0x21F0AAAD)
@@ -85,7 +85,7 @@ def _hash(counter: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
     return h ^ _shift(h, 16)
 
 
-def _second_hash(h: Tensor, counter: Tensor, high: int | Tensor) -> Tensor:
+def _second_hash(h: Tensor, counter: Tensor, high: int) -> Tensor:
     h = h + counter * signed(0x9E3779B9) + high
     h = (h ^ _shift(h, 16)) * signed(0x7FEB352D)
     h = (h ^ _shift(h, 15)) * signed(0x846CA68B)
@@ -141,13 +141,9 @@ def normals(n: int, key: int, device: torch.device) -> Tensor:
 
 def plain_normals(n: int, key: int, device: torch.device) -> Tensor:
     """The reference implementation, in plain torch."""
-    return normals_of_words(n, signed(key), signed(key >> 32), device)
-
-
-def normals_of_words(n: int, low: int | Tensor, high: int | Tensor, device: torch.device) -> Tensor:
-    """The same under a key of two 32-bit words, which may be in the device's memory."""
     import torch
 
+    low, high = signed(key), signed(key >> 32)
     counter = torch.arange((n + 1) // 2, dtype=torch.int32, device=device)
     h1 = _hash(counter, low, high)
     a, b = _box_muller(h1, _second_hash(h1, counter, high))
