@@ -37,10 +37,11 @@ from torch import Tensor, nn
 import shaketable as st
 from shaketable.capture.recorder import Recording, same
 from shaketable.capture.trace import LayerCall, forward, record_layer, token_batch, trace
-from shaketable.locate.diagnosis import Diagnosis, Evidence, LayerReport, decide
+from shaketable.locate.diagnosis import Diagnosis, Evidence, LayerReport
 from shaketable.locate.layer_probes import LAYER_PROBES, ProbedPart
 from shaketable.locate.locate import Locator
 from shaketable.locate.srdd import srdd_verdict
+from shaketable.locate.verdict import decide
 from shaketable.models import load_model
 from shaketable.sites.nested_tensors import tensors_of
 

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, LayerStatistics, Result, decide
+from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, LayerStatistics, Result
+from shaketable.locate.verdict import decide
 
 
 def diagnosis(mode="all", layers=3, **fields):

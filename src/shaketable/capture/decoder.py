@@ -305,7 +305,7 @@ def record_batch(
         cache = out.past_key_values
         return {row: out.logits[row, span.padding :].detach().cpu() for row, span in spans.items()}
 
-    with observed(DecoderParts.of(model), lambda call, row: calls[row].append(_copied(call))) as observer:
+    with observed(DecoderParts.of(model), lambda call, row: calls[row].append(call.copied())) as observer:
         logits = run(ids, spans)
         if prefill:
             ends = {i: slice(len(sequences[i][0]) - 1, -1) for i in kept}
@@ -325,11 +325,6 @@ def record_batch(
         head = torch.cat([prompt[-1].output[-1:], joined[-1].output[:-1]])
         found.append(RecordedRow(joined, prompt, torch.cat(made[row][:-1]), head))
     return found
-
-
-def _copied(call: OperatorCall) -> OperatorCall:
-    inputs = {key: t.detach().cpu().clone() for key, t in call.inputs.items()}
-    return OperatorCall(call.name, call.kind, call.layer, inputs, call.output.detach().cpu().clone())
 
 
 def _joined(passes: list[list[OperatorCall]]) -> list[OperatorCall]:

@@ -342,7 +342,9 @@ class _Leaf:
             self.external = self.recorder.external(args, kwargs)
             self.weights = self.recorder.replaced(module)
             with torch._C.DisableTorchFunction():
-                copies = self.recorder.copies((args, kwargs) if _may_overwrite(module) else ())
+                is_torch_s = type(module).__module__.startswith("torch.nn.")  # of which `inplace` is known
+                may_overwrite = getattr(module, "inplace", False) is True or not is_torch_s
+                copies = self.recorder.copies((args, kwargs) if may_overwrite else ())
                 self.arguments.append((snapshot((args, kwargs)), copies))
         self.recorder._depth += 1
 
@@ -440,27 +442,16 @@ def copied(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return map_tensors(value, change)
 
 
-def cached_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of the caches in a nest."""
-    if _is_cache(value):
-        yield from all_tensors(value)
-    elif isinstance(value, list | tuple):
-        for member in value:
-            yield from cached_tensors(member)
-    elif type(value) is dict:
-        yield from cached_tensors(list(value.values()))
-
-
-def all_tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor of a nest, also those of caches."""
+def all_tensors(value: Any, only_cached: bool = False) -> Iterator[Tensor]:
+    """Every tensor of a nest, also those of caches; or those of caches only."""
     if _is_cache(value):
         yield from all_tensors(list(vars(value).values()))
     elif isinstance(value, list | tuple):
         for member in value:
-            yield from all_tensors(member)
+            yield from all_tensors(member, only_cached)
     elif type(value) is dict:
-        yield from all_tensors(list(value.values()))
-    else:
+        yield from all_tensors(list(value.values()), only_cached)
+    elif not only_cached:
         yield from tensors_of(value)
 
 
@@ -481,12 +472,9 @@ def main_result(output: Any) -> Tensor:
 def patched_methods() -> dict[int, Any]:
     """Replaced methods of tensors, and torch's own for each: a mode is shown the replacement, which has run already."""
     own = vars(torch._C.TensorBase)
-    return {id(code): own[name] for name, code in vars(torch.Tensor).items() if name in own and not _is_torch(code)}
-
-
-def _is_torch(code: Any) -> bool:
-    home = getattr(code, "__globals__", {}).get("__name__", "torch")
-    return bool(home == "torch" or home.startswith("torch."))
+    homes = {name: getattr(code, "__globals__", {}).get("__name__", "torch") for name, code in vars(torch.Tensor).items()}
+    patched = [name for name, home in homes.items() if name in own and home.partition(".")[0] != "torch"]
+    return {id(vars(torch.Tensor)[name]): own[name] for name in patched}
 
 
 def function_name(func: Any) -> str:
@@ -501,11 +489,6 @@ def _overwrites(func: Any, kwargs: dict[str, Any]) -> bool:
     name = function_name(func)
     named = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     return named or kwargs.get("out") is not None or kwargs.get("inplace") is True
-
-
-def _may_overwrite(module: nn.Module) -> bool:
-    """Whether a leaf may write into what it is given: torch's own say so."""
-    return getattr(module, "inplace", False) is True or not type(module).__module__.startswith("torch.nn.")
 
 
 def is_wrapped(tensor: Tensor) -> bool:

@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import json
 import platform
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,9 +84,17 @@ class Reference:
         self.skeleton = self._build(model)
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._names = {id(p): name for name, p in self._parameters.items()}
-        self._homes = {p.untyped_storage().data_ptr(): name for name, p in self._parameters.items() if _fills(p)}
+        alone = {
+            n: p for n, p in self._parameters.items() if p.device.type != "meta" and p.untyped_storage().nbytes() == p.nbytes
+        }
+        self._homes = {p.untyped_storage().data_ptr(): name for name, p in alone.items()}
+        """By their memory: parameters that have it for themselves, so that whatever lies in there is a part of them."""
         self._files = None if source is None else _open(source, self._parameters, hasattr(model, "peft_config"))
-        self.dtype = _main_dtype(self._parameters.values())
+        sizes = Counter[torch.dtype]()
+        for parameter in self._parameters.values():
+            sizes[parameter.dtype] += parameter.numel()
+        self.dtype = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+        """The dtype of most values."""
         self._recent: dict[str, Tensor] = {}
         self._near: dict[int, tuple[Tensor, Tensor]] = {}
         self._wide: dict[int, tuple[Tensor, Tensor]] = {}
@@ -314,14 +323,6 @@ def _paths(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_modules()}
 
 
-def _main_dtype(parameters: Collection[Tensor]) -> torch.dtype:
-    """The dtype of most values."""
-    sizes: dict[torch.dtype, int] = {}
-    for parameter in parameters:
-        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
-
-
 def _config_of(source: str, own: Any) -> Any:
     """The config of a source, told to attend as the model does; None when it is for another class."""
     from shaketable.models import load_config
@@ -459,11 +460,6 @@ def _parameters_on_meta() -> Iterator[None]:
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _fills(parameter: Tensor) -> bool:
-    """Whether a parameter has its memory for itself, so that whatever lies in there is a part of it."""
-    return parameter.device.type != "meta" and parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaketable.capture.recorder import Recorder, Recording, cached_tensors, copied, main_result, snapshot
+from shaketable.capture.recorder import Recorder, Recording, all_tensors, copied, main_result, snapshot
 from shaketable.capture.reference import Reference
 from shaketable.errors import ModelError, ShaketableError
 from shaketable.sites.nested_tensors import tensors_of
@@ -194,7 +194,7 @@ class Trace:
     def has_past(self) -> bool:
         """Whether the layers were given keys and values, or states, of tokens before these."""
         first = self.calls[0]
-        return any(bool(t.any()) for t in cached_tensors((*first.args, *first.kwargs.values())))
+        return any(bool(t.any()) for t in all_tensors((*first.args, *first.kwargs.values()), only_cached=True))
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from shaketable.capture.reference import Reference, check_model, product_name
 from shaketable.capture.trace import Arguments, LayerCall, Trace, forward, record_layer, token_batch, trace
 from shaketable.errors import InertError, ModelError, ShaketableError
 from shaketable.locate import srdd
-from shaketable.locate.diagnosis import MODES, Diagnosis, LayerStatistics, decide
+from shaketable.locate.diagnosis import MODES, Diagnosis, LayerStatistics
 from shaketable.locate.foreign_code import foreign_code, unmade
 from shaketable.locate.layer_probes import (
     FAILURES,
@@ -39,6 +39,7 @@ from shaketable.locate.layer_probes import (
     ProbedPart,
     failure,
 )
+from shaketable.locate.verdict import decide
 from shaketable.numerics.intervals import device_precision
 
 Progress = Callable[[int, int, str], None]

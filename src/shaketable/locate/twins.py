@@ -392,11 +392,9 @@ def stays_normal(recording: Recording) -> bool:
     """Whether every value that leaves take and give has room for a few powers of two on both sides."""
     leaves = [r for r in recording.records if r.func is None]
     tensors = {id(t): t for r in leaves for t in tensors_of((r.args, r.kwargs, r.output)) if t.is_floating_point()}
-    return all(_has_room(t) for t in tensors.values())
-
-
-def _has_room(tensor: Tensor) -> bool:
-    info = torch.finfo(tensor.dtype)
-    size = tensor.detach().abs()
-    size = size[size != 0]
-    return not size.numel() or bool(size.min() >= info.tiny * 2.0**12 and size.max() <= info.max / 2.0**12)
+    for tensor in tensors.values():
+        info, size = torch.finfo(tensor.dtype), tensor.detach().abs()
+        size = size[size != 0]
+        if size.numel() and not bool(size.min() >= info.tiny * 2.0**12 and size.max() <= info.max / 2.0**12):
+            return False
+    return True

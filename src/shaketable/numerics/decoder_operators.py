@@ -38,7 +38,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -82,6 +82,11 @@ class OperatorCall:
     def flat(self) -> Tensor:
         """The result with the channels of all heads in its last dimension."""
         return self.output.flatten(1) if self.output.dim() == 3 else self.output
+
+    def copied(self) -> OperatorCall:
+        """With tensors of its own, on the CPU."""
+        inputs = {key: t.detach().cpu().clone() for key, t in self.inputs.items()}
+        return replace(self, inputs=inputs, output=self.output.detach().cpu().clone())
 
 
 def log_softmax_call(logits: Tensor, ids: Sequence[int], logprobs: Tensor) -> OperatorCall:
