@@ -119,7 +119,7 @@ class _Loop:
                 tail.tell(self.watch, cell)
             for future in over:
                 cell, tail = self.under_way.pop(future)
-                tail.close()
+                tail.path.unlink(missing_ok=True)
                 self._note(future, cell)
 
     def _ready(self) -> Cell | None:
@@ -148,7 +148,10 @@ class _Loop:
             answer = future.result()
         except Exception as error:  # not of the run, which answers with its errors: of its process
             text, code = self.places.death(future, error)
-            note_death(self.runs / cell.name, text, code)
+            with contextlib.suppress(ShaketableError):  # it died before there was a record
+                record = RunRecord.open(self.runs / cell.name)
+                if not record.events("finished"):
+                    record.append("failed", error=text, exit=code, final=False)
             answer = WorkerAnswer("failed", text)
         if answer.ending != "failed":
             state: State = "done" if answer.ending == "done" else "elsewhere"
@@ -174,7 +177,7 @@ class _Tail:
         self.path, self.read = path, 0
 
     def tell(self, watch: Watch, cell: Cell) -> None:
-        """Tell of what was written since the last time."""
+        """Pass on what was written since the last time."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.read)
@@ -187,17 +190,6 @@ class _Tail:
             self.read += len(line)
             what, facts = json.loads(line)
             watch(what, cell, facts)
-
-    def close(self) -> None:
-        self.path.unlink(missing_ok=True)
-
-
-def note_death(folder: Path, text: str, code: int) -> None:
-    """Write into a run's record that the process which worked on it is gone; it could not do so itself."""
-    with contextlib.suppress(ShaketableError):  # it died before there was a record
-        record = RunRecord.open(folder)
-        if not record.events("finished"):
-            record.append("failed", error=text, exit=code, final=False)
 
 
 # ---- within the process of a run
@@ -237,7 +229,7 @@ def answer(cell: Cell, study: str, runs: Path, by: str, progress: Path) -> Worke
 def slots(study: StudyConfig, most: int) -> list[dict[str, str]]:
     """The environment of each worker: how many run at a time, and which GPU each sees."""
     engine = study.engine
-    limit = {"OMP_NUM_THREADS": str(engine.threads), "TOKENIZERS_PARALLELISM": "false"}
+    limit = _limits(study)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = engine.workers or max(1, cores // engine.threads)
     if study.device == "cpu" or engine.gpus == 0:
@@ -259,6 +251,10 @@ def slots(study: StudyConfig, most: int) -> list[dict[str, str]]:
     return places[: max(1, min(engine.workers or len(places), most))]
 
 
+def _limits(study: StudyConfig) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(study.engine.threads), "TOKENIZERS_PARALLELISM": "false"}
+
+
 class LocalPlaces:
     """A worker process for every place, replaced when it dies. Whatever libraries print goes to its log."""
 
@@ -267,36 +263,41 @@ class LocalPlaces:
     def __init__(self, environments: list[dict[str, str]], folder: Path) -> None:
         self.most = len(environments)
         self.workers = [_Worker(environment, folder / f"worker-{n}.log") for n, environment in enumerate(environments)]
-        self.at: dict[Future[WorkerAnswer], _Worker] = {}
 
     def submit(self, *run: Any) -> Future[WorkerAnswer]:
-        """Start a run, as `answer` takes it, on a worker that is free."""
-        busy = [worker for future, worker in self.at.items() if not future.done()]
-        worker = next(worker for worker in self.workers if worker not in busy)
-        future = worker.submit(*run)
-        self.at[future] = worker
-        return future
+        """Start a run, as `answer` takes it, on a worker that is free; there are never more than `most`."""
+        worker = next(worker for worker in self.workers if worker.future is None or worker.future.done())
+        worker.future = worker.submit(*run)
+        return worker.future
 
     def death(self, future: Future[WorkerAnswer], error: BaseException) -> tuple[str, int]:
-        """The exit status of the process."""
+        """Why the process of a run is gone, and its exit status."""
         if not isinstance(error, BrokenProcessPool):
             return f"{type(error).__name__}: {error}", -1
-        code = self.at[future].bury()
+        code = next(worker for worker in self.workers if worker.future is future).bury()
         return f"its process died with exit status {code}" + (" (killed; out of memory?)" if code == -9 else ""), code
 
     def close(self) -> None:
-        """End the processes."""
+        """End every process; what their runs have recorded stays."""
         for worker in self.workers:
-            worker.end()
+            process = worker.process
+            if process is not None and process.is_alive():
+                process.terminate()
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+            worker.bury()
 
 
+@dataclass
 class _Worker:
     """A pool of one process."""
 
-    def __init__(self, environment: dict[str, str], log: Path) -> None:
-        self.environment, self.log = environment, log
-        self.pool: ProcessPoolExecutor | None = None
-        self.process: BaseProcess | None = None
+    environment: dict[str, str]
+    log: Path
+    future: Future[WorkerAnswer] | None = None
+    pool: ProcessPoolExecutor | None = None
+    process: BaseProcess | None = None
 
     def submit(self, *run: Any) -> Future[WorkerAnswer]:
         if self.pool is not None:
@@ -316,14 +317,6 @@ class _Worker:
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)
         return -1 if process is None or process.exitcode is None else process.exitcode
-
-    def end(self) -> None:
-        if self.process is not None and self.process.is_alive():
-            self.process.terminate()
-            self.process.join(5)
-            if self.process.is_alive():
-                self.process.kill()
-        self.bury()
 
 
 def _begin(environment: dict[str, str], log: str, parent: int) -> None:
@@ -367,24 +360,18 @@ class RayPlaces:
         self.most = engine.workers or 10_000
         self.mine = not ray.is_initialized()
         if self.mine:
-            self._connect(engine.address)
+            address: dict[str, Any] = {"include_dashboard": False}
+            if engine.address is not None:
+                check_reachable(engine.address)
+                address = {"address": engine.address}
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            try:
+                ray.init(log_to_driver=False, logging_level="ERROR", **address)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise ShaketableError(f"cannot reach the Ray cluster {engine.address or '(local)'}: {error}") from None
         gpus = (0 if study.device == "cpu" else 1) if engine.gpus is None else engine.gpus
-        variables = {"OMP_NUM_THREADS": str(engine.threads), "TOKENIZERS_PARALLELISM": "false"}
-        options = {"num_cpus": engine.threads, "num_gpus": gpus, "max_retries": 0, "runtime_env": {"env_vars": variables}}
-        self.task = ray.remote(answer).options(**options)
-
-    def _connect(self, address: str | None) -> None:
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-        if address is None:
-            options["include_dashboard"] = False
-        else:
-            check_reachable(address)
-            options["address"] = address
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        try:
-            self.ray.init(**options)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ShaketableError(f"cannot reach the Ray cluster {address or '(local)'}: {error}") from None
+        options = {"num_cpus": engine.threads, "num_gpus": gpus, "max_retries": 0}
+        self.task = ray.remote(answer).options(**options, runtime_env={"env_vars": _limits(study)})
 
     def submit(self, *run: Any) -> Future[WorkerAnswer]:
         """Start a run, as `answer` takes it, wherever Ray has room."""
