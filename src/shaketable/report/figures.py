@@ -295,89 +295,64 @@ APART, LETTER, TILTED, LONGEST, SHORT = 5.0, 5.6, 62, 18, 9
 Arm = tuple[int, str, Sequence[RobustnessPoint]]
 
 
-@dataclass(frozen=True)
-class Strengths:
-    """The places along x: what tells points apart, their order, and what they are called."""
-
-    key: str
-    order: list[Any]
-    labels: dict[Any, str]
-    scale: Scale
-
-    @classmethod
-    def of(cls, points: Sequence[RobustnessPoint]) -> Strengths:
-        """Numbers where every point has one, under their names if those are short; names otherwise."""
-        numeric = all(finite(p.x) for p in points)
-        key = "x" if numeric else "label"
-        order = sorted({getattr(p, key) for p in points}) if numeric else list(dict.fromkeys(getattr(p, key) for p in points))
-        at = order if numeric else range(len(order))
-        scale = Scale.over(at, LEFT + 16, WIDTH - RIGHT - 16, margin=0.0 if len(order) > 1 else 0.04)
-        own = not numeric or all(0 < len(p.label) <= SHORT for p in points)
-        return cls(key, order, {getattr(p, key): p.label if own else number(p.x) for p in points}, scale)
-
-    @property
-    def tilted(self) -> bool:
-        """Whether the names of conditions need more room than there is side by side."""
-        longest = max(map(len, self.labels.values()))
-        return self.key == "label" and longest * LETTER * len(self.order) > WIDTH - LEFT - RIGHT
-
-    def place(self, point: RobustnessPoint) -> float:
-        """The x of a point."""
-        return self.at(getattr(point, self.key))
-
-    def at(self, value: Any) -> float:
-        """The x of a strength."""
-        return self.scale(value if self.key == "x" else self.order.index(value))
-
-
 def robustness(arms: Sequence[Arm], unit: str = "points") -> Markup:
-    """The figure, or nothing when no point has a mean."""
+    """The figure, or nothing when no point has a mean.
+
+    Along x are strengths where every point has one, under their names if those are short; else the names side by side.
+    """
     every = [p for _, _, points in arms for p in points]
     if not known(p.mean for p in every):
         return Markup("")
-    x = Strengths.of(every)
+    numeric = all(finite(p.x) for p in every)
+
+    def key(point: RobustnessPoint) -> Any:
+        return point.x if numeric else point.label
+
+    keys = sorted({key(p) for p in every}) if numeric else list(dict.fromkeys(key(p) for p in every))
+    named = not numeric or all(0 < len(p.label) <= SHORT for p in every)
+    names = {key(p): p.label if named else number(p.x) for p in every}
+    places = keys if numeric else range(len(keys))
+    x = Scale.over(places, LEFT + 16, WIDTH - RIGHT - 16, margin=0.0 if len(keys) > 1 else 0.04)
+    at = {k: x(place) for k, place in zip(keys, places, strict=True)}
     y = Scale.over([getattr(p, k) for p in every for k in ("mean", "low", "high")], BASE, TOP, margin=0.06)
-    apart = APART * min(1.0, 6 / len(arms))
-    lines = [_robust_arm(arm, x, y, apart * (i - (len(arms) - 1) / 2)) for i, arm in enumerate(arms)]
-    told = [
-        _told_strength(x.labels[k], [(n, p) for _, n, points in arms for p in points if getattr(p, x.key) == k], unit)
-        for k in x.order
-    ]
-    columns = hits(told, x.scale, x.order if x.key == "x" else range(len(x.order)))
-    body = joined([axes(None, y, unit), _names(x), *lines, columns])
-    return frame("Score against strength. " + ". ".join(told), body, more=TILTED if x.tilted else 0)
-
-
-def _robust_arm(arm: Arm, x: Strengths, y: Scale, shift: float) -> Markup:
-    i, _, points = arm
-    ordered = sorted(points, key=x.place)
-    places = [(x.place(p) + shift, y(p.mean) if finite(p.mean) else None) for p in ordered]
     whisker = Markup('<path class="whisker" d="M{:.1f} {:.1f}V{:.1f}"/>')
-    there = [(p, p.low, p.high) for p in points if finite(p.low) and finite(p.high)]
-    whiskers = [whisker.format(x.place(p) + shift, y(low), y(high)) for p, low, high in there]
-    pins = [marker(i, a, b) for a, b in places if b is not None]
-    line = [polylines(places, dash(i))] if x.key == "x" else []
-    return Markup("<g {}>{}</g>").format(look(i), joined([*whiskers, *line, *pins]))
+    lines, told = [], {k: [name] for k, name in names.items()}
+    for place, (i, arm, points) in enumerate(arms):
+        shift = APART * min(1.0, 6 / len(arms)) * (place - (len(arms) - 1) / 2)
+        ordered = sorted(points, key=lambda p: at[key(p)])
+        means = [(at[key(p)] + shift, y(p.mean) if finite(p.mean) else None) for p in ordered]
+        there = [(at[key(p)] + shift, p.low, p.high) for p in points if finite(p.low) and finite(p.high)]
+        whiskers = [whisker.format(left, y(low), y(high)) for left, low, high in there]
+        pins = [marker(i, left, top) for left, top in means if top is not None]
+        line = [polylines(means, dash(i))] if numeric else []
+        lines.append(Markup("<g {}>{}</g>").format(look(i), joined([*whiskers, *line, *pins])))
+        for p in points:
+            mean, low, high = (amount(value, unit) for value in (p.mean, p.low, p.high))
+            told[key(p)].append(f"{arm}: {mean} ({low} to {high})")
+    texts = ["\n".join(told[k]) for k in keys]
+    tilted = not numeric and max(map(len, names.values())) * LETTER * len(keys) > WIDTH - LEFT - RIGHT
+    labels = _tilted([(at[k], names[k]) for k in keys]) if tilted else _apart([(at[k], names[k]) for k in keys])
+    body = joined([axes(None, y, unit), labels, *lines, hits(texts, x, places)])
+    return frame("Score against strength. " + ". ".join(texts), body, more=TILTED if tilted else 0)
 
 
-def _names(x: Strengths) -> Markup:
-    """What stands under the axis; a number that would touch the one before is left out."""
-    if x.tilted:
-        text = Markup('<text class="end" transform="translate({:.1f} {}) rotate(-38)">{}</text>')
-        names = {k: n if len(n) <= LONGEST else n[: LONGEST - 1] + "…" for k, n in x.labels.items()}
-        return joined(text.format(x.at(k) + 4, BASE + 13, names[k]) for k in x.order)
+def _tilted(names: Sequence[tuple[float, str]]) -> Markup:
+    """Names that need more room than there is side by side."""
+    text = Markup('<text class="end" transform="translate({:.1f} {}) rotate(-38)">{}</text>')
+    return joined(
+        text.format(at + 4, BASE + 13, name if len(name) <= LONGEST else name[: LONGEST - 1] + "…") for at, name in names
+    )
+
+
+def _apart(names: Sequence[tuple[float, str]]) -> Markup:
+    """Names side by side; one that would touch the one before is left out."""
     text, parts, free = Markup('<text class="x" x="{:.1f}" y="{}">{}</text>'), [], 0.0
-    for k in x.order:
-        half = LETTER * len(x.labels[k]) / 2
-        if x.at(k) - half >= free:
-            parts.append(text.format(x.at(k), BASE + 14, x.labels[k]))
-            free = x.at(k) + half
+    for at, name in names:
+        half = LETTER * len(name) / 2
+        if at - half >= free:
+            parts.append(text.format(at, BASE + 14, name))
+            free = at + half
     return joined(parts)
-
-
-def _told_strength(label: str, points: Sequence[tuple[str, RobustnessPoint]], unit: str) -> str:
-    rows = [f"{name}: {amount(p.mean, unit)} ({amount(p.low, unit)} to {amount(p.high, unit)})" for name, p in points]
-    return "\n".join([label, *rows])
 
 
 # ---- σ over steps
