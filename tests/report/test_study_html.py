@@ -11,7 +11,7 @@ import pytest
 
 from shaketable.errors import ShaketableError
 from shaketable.report import study_html, study_markdown
-from shaketable.report.figures import Line, Scale, curves, schedule
+from shaketable.report.figures import Line, curves, schedule
 from shaketable.report.strips import axis_of, families, forest_row, proof_rows, scale_of, seed_strip
 from shaketable.report.study_tables import link
 from shaketable.report.wording import METHOD, amount, chance, duration, percent, signed
@@ -323,14 +323,6 @@ def test_long_and_many_samples_are_cut_and_it_says_so():
 def test_another_schema_is_refused_in_one_line():
     with pytest.raises(ShaketableError, match=r"shaketable.study/1, not 'shaketable.study/2'"):
         page(study() | {"schema": "shaketable.study/2"})
-
-
-def test_scales_have_round_ticks_inside():
-    assert Scale(0.0, 1.0).ticks() == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert Scale(-0.031, 0.042).ticks(6) == [-0.03, -0.02, -0.01, 0.0, 0.01, 0.02, 0.03, 0.04]
-    assert Scale(0.001, 10.0, log=True).ticks() == [0.001, 0.01, 0.1, 1.0, 10.0]
-    flat = Scale.over([5.0, 5.0])
-    assert flat(5.0) == 50.0 and Scale.over([])(0.5) >= 0
 
 
 @pytest.mark.parametrize(

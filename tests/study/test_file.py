@@ -212,3 +212,17 @@ def test_a_file_that_holds_no_mapping_is_refused(tmp_path, text, kind):
     path.write_text(text)
     with pytest.raises(ShaketableError, match=f"must hold a mapping, not {kind}$"):
         load_study(path)
+
+
+def test_a_run_has_a_core_at_least():
+    assert study(engine={"threads": 1}).engine.threads == 1
+    with pytest.raises(ShaketableError, match="threads"):
+        study(engine={"threads": 0})
+
+
+@pytest.mark.parametrize(
+    "name", ["model", "task", "seed", "plan", "plan_seed", "plan_in", "aqn", "device", "dtype", "report_to"]
+)
+def test_what_an_arm_or_the_study_says_is_no_option_of_training(name):
+    with pytest.raises(ShaketableError, match=name):
+        study(train=data()["train"] | {name: 1})

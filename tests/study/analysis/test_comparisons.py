@@ -96,12 +96,6 @@ def test_one_seed_concludes_nothing_however_large_the_difference():
     assert "1 seed: nothing can be concluded" in found["sentence"]
 
 
-def test_no_seed_concludes_nothing():
-    [found] = compare([FAULTY], FAULTY, [])
-    assert (found["verdict"], found["difference"], found["seeds"]) == ("nothing", None, 0)
-    assert "nothing can be concluded, no seed is finished in both arms" in found["sentence"]
-
-
 def test_only_seeds_that_both_arms_finished_are_compared():
     runs = arms(drawn(0.9, seeds=4), drawn(0.5, seeds=4, key=1))
     runs[1] = run("AQN", 1, drawn(0.9)[1], status="partial")
@@ -168,12 +162,6 @@ def test_the_score_before_training_is_that_of_step_zero(steps, first):
     events = [{"event": "evaluation", "step": s, "conditions": c} for s, c in zip(steps, conditions, strict=True)]
     [found] = told_scores([Run("a-0", "train", "a", 0, "done", {}, events)], ["faulty"])
     assert found["first"] == first and found["mean"] == 1.0
-
-
-def test_one_number_of_a_run_is_no_comparison():
-    what = Comparing(a="AQN", b="none", endpoint="reward")
-    [found] = compare([what], what, arms([[1]], [[0]]))
-    assert found["verdict"] == "nothing" and found["p"] is None
 
 
 def losing(arm, seed, losses):
