@@ -79,7 +79,7 @@ class _Call:
         return self.values[name]
 
 
-class WeightTaps:
+class WeightTaps(Hook):
     """The weight taps of one module, of all injections that are active on it."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -90,9 +90,16 @@ class WeightTaps:
         self.local = local()
         self.tracing = False
         self.hooks = [
-            module.register_forward_pre_hook(_Around(self), with_kwargs=True),
-            module.register_forward_hook(_Around(self), with_kwargs=True, always_call=True),
+            module.register_forward_pre_hook(self, with_kwargs=True),
+            module.register_forward_hook(self, with_kwargs=True, always_call=True),
         ]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+        """Forward pre-hook and forward hook."""
+        if output:
+            self.end()
+        else:
+            self.begin(args, kwargs)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module is called: note the frame in which it will read its weights."""
@@ -141,19 +148,6 @@ def _whole(weight: Tensor, own: WeightTap) -> Tensor:
             "root); weight faults act on whole weights"
         )
     return weight
-
-
-class _Around(Hook):
-    """Forward pre-hook and forward hook of a module with weight taps."""
-
-    def __init__(self, taps: WeightTaps) -> None:
-        self.taps = taps
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
-        if output:
-            self.taps.end()
-        else:
-            self.taps.begin(args, kwargs)
 
 
 def add_tap(module: nn.Module, tap: WeightTap) -> None:

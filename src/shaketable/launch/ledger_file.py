@@ -78,7 +78,15 @@ class KeptFile:
         """Write, if there is anything new."""
         with self._lock:
             seen = self._news() if self._news is not None else None  # before the content, which may be newer and never older
-            text = json.dumps(self._asked())
+            for attempt in range(TRIES):
+                try:
+                    content = self._ask()
+                    break
+                except RuntimeError:  # a dictionary grew meanwhile: the program goes on
+                    if attempt == TRIES - 1:
+                        raise
+                    time.sleep(0.001)
+            text = json.dumps(content)
             if text != self._written:
                 with replacing(self.path) as draft:
                     draft.write_text(text, encoding="utf-8")
@@ -100,15 +108,6 @@ class KeptFile:
                 sys.stderr.write(f"shaketable: cannot write {self.path}: {error.strerror}; it is behind what was done\n")
             self._has_failed = True
 
-    def _asked(self) -> dict[str, Any]:
-        """The program goes on while we ask: a dictionary that grew meanwhile is read again."""
-        for _ in range(TRIES):
-            try:
-                return self._ask()
-            except RuntimeError:
-                time.sleep(0.001)
-        return self._ask()
-
     def _follow(self) -> None:
         pause, before = PAUSE, 0.0
         while not self._closing.wait(pause):
@@ -125,8 +124,7 @@ class LedgerFile:
         self.process = process
         self.folder = folder
         self.engines: list[tuple[str, Injection, Ledger]] = []
-        """Models of sampling engines in this process, their injections, and the ledgers of those under the plan of the process:
-        an engine may be given another plan, which has another ledger."""
+        """Models of sampling engines, their injections, and their ledgers under the plan of the process."""
         self.refused: str | None = None
         """Why a sampling engine of this process cannot do what the plan says."""
         self.fork = False
@@ -137,7 +135,7 @@ class LedgerFile:
         self.name = process_identity.ProcessName()
         """The last one known: a driver that has left its cluster is still the driver in the ledger."""
         self._begin()
-        self._file.flush()  # raises where the folder cannot be written to; later it is too late to stop anybody
+        self._file.flush()  # raises where the folder cannot be written to
         self._file.start()
 
     def _begin(self) -> None:
@@ -147,10 +145,6 @@ class LedgerFile:
     def flush(self) -> None:
         """Write, if there is anything new."""
         self._file.try_flush()
-
-    def close(self) -> None:
-        """Stop following the process, and write once more."""
-        self._file.close()
 
     def catch_up(self) -> None:
         """Write, if anything was done since the last time. On a GPU kernels count by themselves: there one has to look."""

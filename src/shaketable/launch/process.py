@@ -109,9 +109,8 @@ class ProcessInjection:
 
     def _rank_now(self) -> int:
         group = self.group()
-        if group is not None and not self._has_group_of_parent:
-            return group[0]
-        return process_identity.child_rank(rank_of_launcher() if group is None else group[0])
+        rank = rank_of_launcher() if group is None else group[0]
+        return rank if group is not None and not self._has_group_of_parent else process_identity.child_rank(rank)
 
     @contextmanager
     def standing_aside(self) -> Iterator[None]:
@@ -155,7 +154,12 @@ class ProcessInjection:
         if torch.compiler.is_compiling():
             self.meet(module)
             return None
-        return self._catch_up(module, args, self._meet(module))
+        has_tensor = change_input(args, {}, lambda x: x)[2]
+        for hook in self._meet(module):
+            if has_tensor or not isinstance(hook, ModuleTaps):
+                result = hook(module, args, {})
+                args = args if result is None else result[0]
+        return args or None
 
     def _meet(self, module: nn.Module) -> list[Callable[..., Any]]:
         """Attach the plan to a new model; returns the hooks that came too late for the call it is in."""
@@ -198,16 +202,6 @@ class ProcessInjection:
             self.unmatched_models.add((type(root).__name__, current_phase(root.training)))
         if self.reports is not None:
             self.reports.on_model(root, lost, attached.hidden)
-
-    def _catch_up(self, module: nn.Module, args: tuple[Any, ...], hooks: list[Callable[..., Any]]) -> Any:
-        """Run the hooks that came too late for the call they were added in."""
-        has_tensor = change_input(args, {}, lambda x: x)[2]
-        for hook in hooks:
-            if not has_tensor and isinstance(hook, ModuleTaps):
-                continue
-            result = hook(module, args, {})
-            args = args if result is None else result[0]
-        return args or None
 
 
 def unmatched_clauses(plan: Plan, errors: list[str]) -> dict[int, str]:
@@ -283,12 +277,12 @@ class Reports:
 # ---- the plan of this process
 
 
+_active: LedgerFile | None = None
+
+
 def active() -> LedgerFile | None:
     """The ledger of this process, when a plan is active in all of it."""
     return _active
-
-
-_active: LedgerFile | None = None
 
 
 def activate() -> None:

@@ -140,20 +140,14 @@ def _why_wrong(process: ProcessRecord, others: Sequence[ProcessRecord]) -> str |
     if not phases:
         is_missed = process.distributed and not process.engine and any(other.distributed for other in others)
         return "no pass of a model was seen there" if is_missed else None
-    if not any(_is_expected(clause, phases, process.trained) for clause in process.clauses):
+    for clause in process.clauses:
+        is_in_phase = not clause.site.phase or not phases.isdisjoint(clause.site.phase)
+        if is_in_phase and not clause.fault.is_off and ("forward" in clause.site.directions or process.trained):
+            break
+    else:
         return None
     models = ", ".join(dict.fromkeys([*process.models, *(name for name, _ in process.unmatched_models)]))
     return f"{models} ran there, and {'; '.join(process.unmatched[:1]) or 'no clause changed a value'}"
-
-
-def _is_expected(clause: Clause, phases: set[str], trained: bool) -> bool:
-    """Whether a clause should have acted in a process with passes of these phases."""
-    forward = "forward" in clause.site.directions
-    return (
-        not clause.fault.is_off
-        and (forward or trained)
-        and any(not clause.site.phase or phase in clause.site.phase for phase in phases)
-    )
 
 
 @dataclass
