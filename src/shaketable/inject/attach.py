@@ -134,24 +134,20 @@ class Attached(Hook):
         Operators are met only where a frame is open, and any container may be recomputed by itself, so under their plans each
         opens one. Elsewhere the layers do. Noise that is held for a rollout does not depend on recomputation: the root will do.
         """
-        operator_sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
+        sites = [c.site for c in self.injection.plan.clauses]
+        operator_sites = [site for site in sites if site.level == "op"]
         met = {family for site in operator_sites for family in families(site.names)}
         layers = set(self.anatomy.layers)
+        is_held = self.injection.hold and not self.points and not operator_sites
+        is_held = is_held and all(site.phase == ("rollout",) and site.directions == ("forward",) for site in sites)
         for part in self.anatomy.parts:
             family = operators.atomic_family(part) if met else None
             atomic = family if family in met else None
             special = met and (atomic or self.anatomy.excluded(part) or is_rotary(part.module))
             inside = any(part.module.children()) if met or not self.anatomy.layers else part.module in layers
-            wanted = part.module is self.model or special or (inside and not self._is_held)
+            wanted = part.module is self.model or special or (inside and not is_held)
             if wanted and part.module not in self.skip:
                 yield part, atomic
-
-    @property
-    def _is_held(self) -> bool:
-        """Whether all that the plan does is to hold noise on weights for rollouts."""
-        sites = [c.site for c in self.injection.plan.clauses]
-        held = self.injection.hold and not self.points and not self.injection.has_operators
-        return held and all(site.phase == ("rollout",) and site.directions == ("forward",) for site in sites)
 
     def note_heads(self, passes: Mapping[str, int]) -> None:
         """Name heads that nobody has called in so many passes of the whole model: TRL multiplies by their weight itself."""

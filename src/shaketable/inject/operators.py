@@ -74,11 +74,6 @@ class OperatorTaps:
         """Taps for an operator of this family at this place."""
         return self._taps.get((owner, layer, family, excluded), [])
 
-    def tracing_entry(self) -> Entry | None:
-        """The module that calls an operator of the graph that is being compiled."""
-        entries = op.traces[self.injection.handle].entries
-        return entries[-1] if entries else self.loose
-
 
 class Here:
     """An operator that is called in a frame."""
@@ -496,10 +491,15 @@ class Operators(TorchFunctionMode):
         """Where an operator is met: in a frame, or in the graph that is being traced; None where it is not covered."""
         injection = self.injection
         if torch.compiler.is_compiling():
-            entry = self.taps.tracing_entry() if op.present[injection.handle] else None
-            return None if entry is None or entry.atomic == family else Traced(self.taps, entry)
+            entries = op.traces[injection.handle].entries
+            entry = entries[-1] if entries else self.taps.loose
+            if entry is None or entry.atomic == family or not op.present[injection.handle]:
+                return None
+            return Traced(self.taps, entry)
+        if torch._guards.TracingContext.try_get() is not None:  # fake tensors of a graph that dynamo has traced already
+            return None
         caller = sys._getframe(2)
-        if _is_tracing() or _is_dynamos(caller) or ("out" in kwargs and _is_inductor(caller)):
+        if _is_dynamos(caller) or ("out" in kwargs and _is_inductor(caller)):
             return None
         frame = injection.operator_frame()
         return None if frame is None or frame.entry.atomic == family else Here(self.taps, frame)
@@ -591,11 +591,6 @@ def _take_off(unwanted: Callable[[Any], bool]) -> None:
     for mode in modes[lowest:]:
         if not unwanted(mode):
             torch.overrides._push_mode(mode)
-
-
-def _is_tracing() -> bool:
-    """Whether a graph is being made of what dynamo has already traced: those calls are on fake tensors."""
-    return torch._guards.TracingContext.try_get() is not None
 
 
 def _is_dynamos(caller: types.FrameType) -> bool:
