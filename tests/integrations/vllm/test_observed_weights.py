@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shaketable.errors import ShaketableError
-from shaketable.integrations.vllm.observe.weights import parts, undone
+from shaketable.integrations.vllm.observe import parts, undone
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

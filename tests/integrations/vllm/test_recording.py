@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from shaketable.cli.mismatch import open_engine
-from shaketable.integrations.vllm.recording import WorkerRecording
+from shaketable.integrations.vllm.engine import WorkerRecording
 from shaketable.mismatch.engine import EngineError
 
 TOKENS = [11, 12, 13, 14, 15, 16]
