@@ -1,10 +1,8 @@
 """Names of frameworks that no documentation promises: all that we override, replace or read, checked where they are used.
 
-A release that renames a method which we override calls its own, and ours is never reached: a run that should be faulty trains
-clean, or a clean validation is scored under a plan. So each module that depends on such names calls `check` when it is
-imported, and a missing one ends the program with one line. The tables of docs/frameworks.md are made from this file.
-
-What only an object has, and not its class, is read by `attribute`. Imports no torch and no framework.
+A release that renames a method which we override never calls ours: a run that should be faulty trains clean. So each module
+that depends on such names calls `check` when it is imported, and a missing one ends the program with one line. The tables of
+docs/frameworks.md are made from this file. Imports no torch and no framework.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What the processes of a framework are told to do. Imports no torch, and no framework.
+"""Instructions for the processes of a framework. Imports no torch, and no framework.
 
-A framework's workers are processes that somebody else starts: what reaches them is their environment and their framework's own
-config. So instructions are plain text, travel by either, and have a digest: every worker reports the digest of the
-instructions it really acted on, and whoever gave the instructions compares. In the origin study, the layer-wise σ never
-reached the samplers, and nothing compared.
+Workers are processes that the framework starts: only their environment and the framework's own config reach them. So
+instructions are plain text, travel by either, and have a digest: every worker reports the digest of the instructions it acts
+on, and the trainer compares.
 """
 
 from __future__ import annotations

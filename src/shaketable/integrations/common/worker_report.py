@@ -1,10 +1,8 @@
-"""What each worker of a framework did, as a file of its own that whoever gave the instructions can read at any time.
+"""The report of each worker of a framework: a file of its own, which the trainer can read at any time.
 
-Calls into a framework's workers do not always come back with an answer (verl's do not), and a worker that dies answers nothing.
-A file stays (`launch/ledger_file.py` says when it is written).
-
-A folder that many machines share shows a file late, or as it was a while ago. So `flush` takes a number, which is in the report
-from then on: whoever asked for it knows by that number that what is read is not older than the question.
+Calls into a framework's workers do not always return anything (verl's do not), and a worker that dies answers nothing.
+A folder that many machines share shows a file late. So `flush` takes a number, which is in the report from then on and proves
+that it is not older than the question.
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         self._attach(trainer, state)
         self._call = running_call(trainer)
         self._exchanged = Exchanged(trainer, training_step=self._training, evaluation_loop=self._evaluation)
-        _log_before_others(trainer, self)
+        callbacks = trainer.callback_handler.callbacks  # those that report a log come first and would miss what is added later
+        callbacks.insert(0, callbacks.pop(callbacks.index(self)))
         if self.mismatch_every is not None:
             self.mismatch = MismatchCheck(trainer, self.mismatch_every, self.mismatch_stop)
 
@@ -401,12 +402,6 @@ def _by_rank(complaints: list[list[str]]) -> str:
     if all(lines == complaints[0] for lines in complaints):
         return "; ".join(complaints[0])
     return "; ".join(f"rank {rank}: {line}" for rank, lines in enumerate(complaints) for line in lines)
-
-
-def _log_before_others(trainer: Any, callback: TrainerCallback) -> None:
-    """Callbacks are told of a log in turn, and those that report it come first: what is added later would not be reported."""
-    callbacks = trainer.callback_handler.callbacks
-    callbacks.insert(0, callbacks.pop(callbacks.index(callback)))
 
 
 # ---- what a trainer does not tell its callbacks

@@ -1,9 +1,7 @@
-"""Faults in verl's actor: its forwards and backwards in training, and nothing else that lives in the same worker.
+"""Faults in verl's actor: in its forwards and backwards in training, and in nothing else that lives in the same worker.
 
-One worker of verl holds the policy that is trained, often the reference policy, and the way to the sampler. The plan is
-attached to the trained policy after it was built (and sharded, by FSDP2), and is on while that is asked for log probabilities
-or updated. The log probabilities are computed with the model in eval mode; they are part of training, and that is said. Where
-the reference is the same model without its adapter, it is asked for with that flag, and is not shaken.
+The plan is attached to the policy after it was built (and sharded, by FSDP2), and is on while log probabilities are computed
+or the policy is updated. Where the reference is the same model without its adapter, verl says so, and it stays clean.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""What a config of verl asks of us: read, checked, and turned into instructions for samplers and actors. Imports no torch.
+"""Our keys in a config of verl, turned into instructions for samplers and actors. Imports no torch.
 
-A clause that names no phase acts where `plan_in` says, and not in validation: an evaluation under faults is asked for, with
-`validate=plan` or `both`, or by a clause with `phase=eval`, and is then a score that says so (`shaketable/faulty/val-core/…`).
-Samplers are given the clauses that act in rollouts or validations, actors those that act in training. A sampler has no
-backward: clauses that act there alone are the actors', and one that nobody could obey is an error. AQN is the samplers'; one
-with `where=both` acts in the actors' forwards and backwards as well. The reference policy and the critic are given nothing.
+A clause that names no phase acts where `plan_in` says, and not in validation. Samplers get the clauses that act in rollouts or
+validations, actors those that act in training; a clause that neither could obey is an error. AQN is the samplers'; one with
+`where=both` acts in the actors too. The reference policy and the critic get nothing.
 
-**Steps.** A schedule is stretched over the steps of the run. One by epochs follows verl's epochs instead: its e-th decay is the
-e-th pass through the data, also in a run that is cut short. More epochs than it has decays are an error. verl ends a run at
-`total_training_steps` or after `total_epochs`, whichever comes first.
+A schedule is stretched over the steps of the run. One by epochs follows verl's epochs: its e-th decay is the e-th pass through
+the data, also in a run that is cut short.
 """
 
 from __future__ import annotations
@@ -113,20 +110,21 @@ class Shaking(BaseModel):
 
     def pinned(self) -> dict[str, Any]:
         """As plain data, which `shaking_of` reads back from the config whatever the environment is."""
-        plan = None if self.plan is None else self.plan.text()
-        seed = 0 if self.plan is None else self.plan.seed
-        aqn = None if self.aqn is None else self.aqn.text()
-        mismatch = None if self.mismatch is None else self.mismatch.model_dump()
-        rest = {"mismatch": mismatch, "ledger": str(self.ledger), "validate": self.validations}
-        return {"plan": plan, "seed": seed, "aqn": aqn, **rest}
+        return {
+            "plan": None if self.plan is None else self.plan.text(),
+            "seed": 0 if self.plan is None else self.plan.seed,
+            "aqn": None if self.aqn is None else self.aqn.text(),
+            "mismatch": None if self.mismatch is None else self.mismatch.model_dump(),
+            "ledger": str(self.ledger),
+            "validate": self.validations,
+        }
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Shaking:
         """The inverse of `pinned`."""
         plan = None if data["plan"] is None else Plan.parse(data["plan"], seed=data["seed"])
         aqn = None if data["aqn"] is None else AQN.load(data["aqn"])
-        rest = {"mismatch": data["mismatch"], "ledger": data["ledger"], "validations": data["validate"]}
-        return cls.model_validate({"plan": plan, "aqn": aqn, **rest})
+        return cls(plan=plan, aqn=aqn, mismatch=data["mismatch"], ledger=data["ledger"], validations=data["validate"])
 
     @property
     def extension(self) -> str | None:

@@ -4,18 +4,17 @@
     vllm serve MODEL --additional-config '{"shaketable": {"plan": "dead_zone:0.01,scope=token@layer.15"}}'
     shaketable run --plan mxfp4@module.linear -- vllm serve MODEL
 
-The package has the entry point `vllm.general_plugins`, so vLLM calls `register` in its front end, in its engine and in every
-worker. A worker that has instructions (from `additional_config`, or from the environment) attaches them to its model right
-after it was loaded, before anything is compiled; `vllm/worker.py` is what happens there. Every worker also answers the calls
-of `Extension`, over `collective_rpc`: that is how a trainer moves the step and σ.
+By the entry point `vllm.general_plugins` vLLM calls `register` in its front end, in its engine and in every worker. A worker
+with instructions (from `additional_config` or the environment) attaches them to its model right after it was loaded, before
+anything is compiled (`vllm/worker.py`). Every worker also answers the calls of `Extension`, over `collective_rpc`: a trainer
+moves the step and σ by these.
 
-vLLM logs a plugin that fails, and goes on. A program that was told to shake and cannot must not go on: then `register` ends
-the process with one line, or makes vLLM refuse a config that has instructions. What a config shows to be impossible is
-refused before vLLM starts a process (`refusals.py`). Where vLLM does not load plugins
-(`VLLM_PLUGINS` names others), `shaketable run` and `options` still reach the workers: the one watches vLLM being imported, the
-other names an extension class whose module does what the plugin does, and raises.
+vLLM logs a plugin that fails, and goes on. With instructions it must not: then `register` ends the process with one line, or
+makes vLLM refuse a config that has instructions. Where vLLM does not load plugins (`VLLM_PLUGINS` names others), `shaketable
+run` and `options` still reach the workers: the one watches vLLM being imported, the other names an extension class whose module
+does what the plugin does, and raises.
 
-This file imports nothing but the standard library: it is loaded by every vLLM on the machine.
+This file imports only the standard library: every vLLM on the machine loads it.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def _install() -> None:
 
 
 def _refuse_instructions(why: str) -> None:
-    """Let vLLM run as if we were not there, unless it has been told to shake."""
+    """No-op unless instructions are configured."""
     if any(os.environ.get(name) for name in ("SHAKETABLE_PLAN", "SHAKETABLE_AQN")):
         sys.stderr.write(f"{why}\n")
         sys.stderr.flush()

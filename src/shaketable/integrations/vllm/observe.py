@@ -3,17 +3,18 @@
 vLLM makes its worker a subclass of `Observer` (`worker_extension_cls`), and the front end calls it by `collective_rpc`. Tensors
 come back through safetensors files in a folder that the front end names: vLLM does not pickle what a call returns.
 
-**Weights** have the names and the shapes that Hugging Face has for them. vLLM holds several projections as one matrix, experts as
-`w13` and `w2`, pads vocabularies and, on a CPU, packs a weight into a kernel's own order. A packed or quantized linear is asked
-for the product with the identity matrix, which is its weight, bit for bit. Experts have a nonlinearity inside: their order is a
-permutation, which is learned by packing labels, undone, and proven by packing again.
+**Weights** have the names and the shapes that Hugging Face has for them. vLLM holds several projections as one matrix, experts
+as `w13` and `w2`, pads vocabularies and, on a CPU, packs a weight into a kernel's own order. A packed or quantized linear is
+asked for the product with the identity matrix, which is its weight, bit for bit. Experts have a nonlinearity inside: their
+order is a permutation, which is learned by packing labels, undone, and proven by packing again.
 
 **Operators** are recorded by hooks on vLLM's modules. A compiled model calls none of them, so meanwhile it runs as it was
 written; what compiling changes is a variant of its own (`graphs off`). Inputs are copied before the call, because norms and
-rotary embeddings write into them. A rotary embedding is one module for all layers; its layer is that of the attention that runs.
+rotary embeddings write into them. A rotary embedding is one module for all layers; its layer is that of the attention that
+runs.
 
-**Teacher-forced decoding.** vLLM has no way to set the next token (`trace_decode_token_ids` is not for the CPU's runner). So the
-sampler's output is replaced by the token that the request carries, and the log-probability by that of this token, by the
+**Teacher-forced decoding.** vLLM has no way to set the next token (`trace_decode_token_ids` is not for the CPU's runner). So
+the sampler's output is replaced by the token that the request carries, and the log-probability by that of this token, by the
 sampler's own function, on the logits as the model gave them.
 """
 

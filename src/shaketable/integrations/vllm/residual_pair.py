@@ -1,13 +1,9 @@
 """Sites where a sampling engine carries the residual stream beside the hidden states.
 
-vLLM fuses the addition of the residual into the next norm. Its decoder layers take and return a pair (hidden, residual) whose
-sum is what the layer of any other library takes and returns, and its norms take such a pair and return (normed, sum). A fault
-on the first of the two alone would be a fault on the last MLP's output and not on the layer's, and a dead zone "at layer 10"
-would be another fault in the sampler than in the trainer.
-
-So here a fault acts on the sum. A pair (h, r) becomes (fault(h + r), 0), whose sum is the faulty one, exactly. At the input of
-a norm the stream itself stays clean, as it does where the addition is not fused: the norm reads the faulty sum, and the clean
-one takes the place of what it hands on. Where no fault acts, the pair passes untouched: h + r rounded twice is not h + r.
+vLLM's decoder layers take and return a pair (hidden, residual) whose sum is what the layer of any other library takes and
+returns; its norms take such a pair and return (normed, sum). A fault on the first of the two alone would be on the MLP's output
+and not on the layer's. So a fault acts on the sum: a pair (h, r) becomes (fault(h + r), 0). At the input of a norm the stream
+stays clean: the norm reads the faulty sum and hands on the clean one. Where no fault acts, the pair passes untouched.
 
 In a compiled graph all of this must be decided at run time, so it is done inside of two custom operators.
 """
