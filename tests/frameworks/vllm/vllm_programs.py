@@ -22,7 +22,7 @@ NOT_INHERITED = ("VLLM_ENABLE_V1_MULTIPROCESSING", "SHAKETABLE_PLAN", "SHAKETABL
 
 def run(*command, **env):
     """Run a program to its end; vLLM starts processes of its own."""
-    return subprocess.run([str(c) for c in command], env=environment(**env), capture_output=True, text=True, timeout=300)
+    return subprocess.run([str(c) for c in command], env=environment(**env), capture_output=True, text=True, timeout=800)
 
 
 def environment(**more):
@@ -66,7 +66,7 @@ def serving(folder, *words, before=()):
         _wait_for(program, port, folder / "log")
         yield port
         program.send_signal(signal.SIGTERM)
-        program.wait(timeout=120)
+        program.wait(timeout=800)
     finally:
         _kill_group(program)
 
