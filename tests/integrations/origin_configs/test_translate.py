@@ -378,6 +378,7 @@ def test_layer_sigmas_that_layer_specific_switches_off_are_said_to_be_unused():
     found = translate({"aqn": GUIDED | {"layer_specific": False}})
     assert found.aqn.text() == "global_decay:0.05-0.0005,stages=10,form=output,where=both"
     assert "layer_sigmas not used" in found.lines[0]
+    assert "high_priority_layers not used" in translate({"aqn": GUIDED | {"high_priority_layers": [3]}}).lines[0]
 
 
 def test_norms_by_name_are_hit_and_no_others(tiny_llama):

@@ -543,7 +543,8 @@ class OutputNoiseKeys(Keys):
             layers = self.layers if "layers" in self.model_fields_set else self.target_layers
             aqn = AQN(schedule, form="output", layers=layers, multipliers=multipliers, where=self.where)
         fall = "" if self.schedule == "constant" else "σ falls by 100 in all, as the origin's did"
-        return Found(self.name, "; ".join(part for part in (fall, note, unused) if part), aqn=aqn)
+        high = "high_priority_layers not used: σ of each layer is in layer_sigmas" if self.high_priority_layers else ""
+        return Found(self.name, "; ".join(part for part in (fall, note, unused, high) if part), aqn=aqn)
 
     def _from_file(self, config: Mapping[str, Any]) -> Found:
         """The AQN of a file, with another schedule where one is given, as `--aqn_schedule` did."""
