@@ -46,9 +46,9 @@ def in_checkpoint(step, part):
     """Killed while a checkpoint is written: after the weights, before the seal, or with the seal as a draft only."""
     if part == "weights":
         return KILL + (
-            "from shaketable.train.trainer import ShakenGRPO\nsave = ShakenGRPO._save_optimizer_and_scheduler\n"
+            "from shaketable.train.trainer import FaultyGRPO\nsave = FaultyGRPO._save_optimizer_and_scheduler\n"
             f"def patched(self, *a): self.state.global_step == {step} and kill(); save(self, *a)\n"
-            "ShakenGRPO._save_optimizer_and_scheduler = patched\n"
+            "FaultyGRPO._save_optimizer_and_scheduler = patched\n"
         )
     if part == "draft":
         return KILL + (

@@ -8,7 +8,7 @@ A dense model has noise on every RMSNorm, the final one included. A mixture of e
 no sign of one) has it on `post_attention_layernorm` alone and never on a router: the origin's rule.
 
 The ledger's `asked` is the mean σ over the measured draws. Two mistakes of a training loop are errors at the end: no rollout
-had noise, and several rollouts happened while the step stood still.
+had noise, and several rollouts happened without a change of the step.
 """
 
 from __future__ import annotations

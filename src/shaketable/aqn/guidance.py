@@ -1,15 +1,15 @@
 """Layer-wise AQN from diagnoses: a diagnosis in, σ per layer out. Imports no torch.
 
-Every layer starts at the base σ, and each rule that it meets multiplies it, in the order of the table (`mapping.yaml`):
+Every layer starts at the base σ, and each rule that applies multiplies it, in the order of the table (`mapping.yaml`):
 
-    σ_l = clamp(base · Π f_r  over the rules r that layer l meets)
+    σ_l = clamp(base · Π f_r  over the rules r that apply to layer l)
 
 A rule compares one statistic with a number or with a multiple of its median over the layers, or names the fault class of a
 located layer. When a verdict of FAULT has evidence at several layers, all of them are located, each with its own class. A
 located dead zone counts as low gain, once: the gain itself does not see a dead zone of 0.01 where a layer has no massive
 values.
 
-The median is taken over finite values. An infinite value compares as infinity; one that is no number meets no rule. A median
+The median is taken over finite values. An infinite value compares as infinity; NaN matches no rule. A median
 of zero or less gives no scale, and its rules are left out, with a note.
 
 The origin's scans (`gain`, `kurtosis`, `instability`, each of layers to numbers) are read as a diagnosis whose verdict is
@@ -49,22 +49,21 @@ class _Data(BaseModel):
 
 
 class Rule(_Data):
-    """One line of the table: a statistic that is compared, or the class of a located fault; a layer that meets it has its
-    factor."""
+    """One line of the table: compares a statistic, or names the class of a located fault; multiplies σ of matching layers."""
 
     factor: float = Field(gt=0)
     why: str
-    """Shown beside each layer that meets the rule."""
+    """Shown beside each layer that it applies to."""
     field: str | None = None
     """The statistic: a key of the diagnosis's `statistics`."""
     when: Literal["below", "above"] | None = None
-    """Which side of the bound meets the rule. The bound itself does not."""
+    """Which side of the bound matches. The bound itself does not."""
     threshold: float | None = None
     unit: Literal["median", "absolute"] = "absolute"
     """`median`: the bound is threshold · the median over all layers. `absolute`: it is the threshold."""
     fault_class: str | None = None
     instead_of: str | None = None
-    """With fault_class: left out where the layer has met a rule on this statistic, which told the same."""
+    """With fault_class: left out where a rule on this statistic already applied."""
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Rule:
@@ -84,13 +83,13 @@ class Rule(_Data):
         middle = medians[self.field]
         return None if middle is None or middle <= 0 else middle * self.threshold
 
-    def met(self, value: float | None, medians: Mapping[str, float | None]) -> bool:
+    def matches(self, value: float | None, medians: Mapping[str, float | None]) -> bool:
         """Whether a value lies on the rule's side of the bound."""
         bound = self.bound(medians)
         return value is not None and bound is not None and (value < bound if self.when == "below" else value > bound)
 
     def text(self, value: float | None, medians: Mapping[str, float | None]) -> str:
-        """What was met and what it did, for people."""
+        """What matched and its effect, for people."""
         if self.field is None or value is None:
             return f"{self.why} (×{self.factor:g})"
         scale = f" × the median {medians[self.field]:.4g}" if self.unit == "median" else ""
@@ -316,7 +315,7 @@ class Guidance:
 
         Args:
             diagnosis: As `Diagnosis.read` returns it, or the object that its JSON holds.
-            base_sigma: σ of a layer that meets no rule.
+            base_sigma: σ of a layer that no rule applies to.
             schedule: Name of the schedule that σ decays by in training.
             target: `all` layers, the located ones alone (`fault`), all but those (`healthy`), or those labelled `high`.
             mapping: Rules, clamp and labels; the origin's by default.
@@ -395,15 +394,15 @@ def _layer(
     fault: str | None,
     mapping: SigmaMapping,
 ) -> LayerSigma:
-    """σ of one layer: every rule that it meets, then the clamp."""
+    """σ of one layer: every rule that applies, then the clamp."""
     why = [f"{f} is not a number: its rules are left out" for f, v in own.items() if v is None or math.isnan(v)]
-    product, met = base, set[str]()
+    product, applied = base, set[str]()
     for rule in mapping.rules:
         if rule.field is None:
-            if fault is None or rule.fault_class != fault or rule.instead_of in met:
+            if fault is None or rule.fault_class != fault or rule.instead_of in applied:
                 continue
-        elif rule.met(own[rule.field], medians):
-            met.add(rule.field)
+        elif rule.matches(own[rule.field], medians):
+            applied.add(rule.field)
         else:
             continue
         product *= rule.factor

@@ -219,7 +219,7 @@ class AQN(Described):
         return [Group(rest, (), 1.0, False, True), *named] if self.layers is None else named
 
     def sigma(self, group: Group, step: int, total_steps: int, base: float | None = None) -> float:
-        """σ of a group's layers at a step; `base` stands in place of the schedule's."""
+        """σ of a group's layers at a step; `base` replaces the schedule's."""
         zone = self.zones.factor(group.middle, step, total_steps) if self.zones is not None else 1.0
         return (self.schedule.sigma(step, total_steps) if base is None else base) * group.multiplier * zone
 
@@ -239,7 +239,7 @@ class AQN(Described):
         Args:
             model: Any PyTorch model; `model.generate` and `with st.phase("rollout"):` are its rollouts.
             total_steps: Steps of the whole run, which the schedule is stretched over.
-            step: Where a resumed run goes on.
+            step: First step of a resumed run.
             rank: Keys the noise of this process; the distributed rank by default.
             allow_inert: Accept a run in which no rollout has noise.
             sampler: The model lives in a sampling engine (see `Injection`).

@@ -107,13 +107,13 @@ def mechanism(model: Any, sequences: Sequence[Pair], plan: Plan | None, *, pad: 
         seen[name] = _activations(computed.pop(name), y.detach()[real.to(y.device)])
 
     trained = [p for p in model.parameters() if p.requires_grad]
-    shaken = nullcontext() if plan is None else inject(model, in_phases(plan, ()))
+    faults = nullcontext() if plan is None else inject(model, in_phases(plan, ()))
     with (
         _in_eval(model),
         phase("eval"),
         torch.enable_grad(),
         _outputs(layers, note),  # before the plan's own hooks: hooks run in the order they were set
-        shaken as ledger,
+        faults as ledger,
         _outputs(layers, compare),
     ):
         logits, wanted = pair_logits(model, pairs, pad)

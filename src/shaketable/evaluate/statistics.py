@@ -31,7 +31,7 @@ Array = NDArray[np.float64]
 ONE_RUN = "this speaks of one training run only"
 POWER = 0.8
 FARTHEST = 64.0
-"""Shares beyond this are told as infinite."""
+"""Shares beyond this are reported as infinite."""
 
 
 # ---- results
@@ -98,8 +98,8 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it for JSON."""
-        told = {"distinguishable": self.distinguishable, "sentence": self.sentence()}
-        return {**asdict(self), "seeds": list(self.seeds), **told}
+        verdict = {"distinguishable": self.distinguishable, "sentence": self.sentence()}
+        return {**asdict(self), "seeds": list(self.seeds), **verdict}
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -468,7 +468,7 @@ def _check_design(problems: int, seeds: int, **fractions: float) -> None:
 
 @dataclass(frozen=True)
 class Recovered:
-    """How much of what a fault took came back."""
+    """The recovered share of what a fault took."""
 
     share: float
     interval: Interval
@@ -493,7 +493,7 @@ class Recovered:
 
 
 def share_recovered(before: ArrayLike, after: ArrayLike, clean: ArrayLike, *, level: float = 0.95) -> Recovered:
-    """The share of the loss that came back.
+    """The share of the loss that was recovered.
 
     Args:
         before: Scores under the fault before the repair, (problems) or (training seeds, problems), from 0 to 1.

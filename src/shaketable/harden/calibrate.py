@@ -36,7 +36,7 @@ from shaketable.capture.recorder import watched
 from shaketable.capture.reference import rebuilt
 from shaketable.evaluate.decoding import batches, padded, positions
 from shaketable.evaluate.reading import Pair
-from shaketable.harden.students import Students, shaken
+from shaketable.harden.students import Students, faults_on
 from shaketable.inject import Injection
 from shaketable.sites.nested_tensors import tensors_of
 from shaketable.sites.structure import find_layers
@@ -296,7 +296,7 @@ def _recorded(
 @contextmanager
 def same_noise(injection: Injection | None, number: int) -> Iterator[None]:
     """A plan on, with noise that depends on the number and the module alone."""
-    with shaken(injection):
+    with faults_on(injection):
         if injection is not None:
             injection.step = number
         yield

@@ -1,6 +1,6 @@
 """What `shaketable harden` is asked to do. Imports no torch.
 
-A frozen model, like that of `train`: resolved once, written into the run record, read from there when a run goes on.
+A frozen model, like that of `train`: resolved once, written into the run record, read from there when a run resumes.
 """
 
 from __future__ import annotations

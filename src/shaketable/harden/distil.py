@@ -5,7 +5,7 @@ fault's own formula, AdamW at a rate that falls to 0 in a line. Every `clean_eve
 a dead zone, all steps faulty end at 95 % under the fault and 92 % without it, every second one clean at 98 % and 99 %.
 
 A step depends on its number alone (sequences, plan, noise), and weights and moments are saved without pickles: a killed run
-goes on to the same bits.
+resumes to the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shaketable.errors import InertError, ShaketableError
 from shaketable.evaluate.reading import AT_A_TIME, Pair
 from shaketable.faults.rng import key_of
 from shaketable.harden.config import HardenConfig
-from shaketable.harden.students import Students, shaken
+from shaketable.harden.students import Students, faults_on
 from shaketable.inject import Injection
 from shaketable.sites.phases import phase
 
@@ -117,7 +117,7 @@ class TrainingSteps:
         if not self.supervised:
             with self.students.teacher() as clean:
                 expected = self.students.logits(clean, pairs)[0]
-        with phase("train"), shaken(injection):
+        with phase("train"), faults_on(injection):
             with self.students.arithmetic():
                 found, targets = self.students.logits(self.students.model, pairs)
             if expected is None:

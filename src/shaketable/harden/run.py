@@ -5,7 +5,7 @@
 
 A repair without gradients that leaves the model no closer to the clean one, by KL under the plans, and no better by score, or
 that costs more than `clean_loss` without the fault, is undone. Everything follows from the seed and the step, and the state
-between steps is in checkpoints: a killed run goes on to the same weights, bit for bit. Checkpoints hold safetensors and are
+between steps is in checkpoints: a killed run resumes to the same weights, bit for bit. Checkpoints hold safetensors and are
 never unpickled; the file names biases and adapters that the model was given.
 
 `reinforce` is a short GRPO under the plan, with a KL that keeps the model near: a run of its own in a folder of its own.
@@ -94,9 +94,9 @@ class Hardening:
             self._first_look()
         self.before = self.record.events("evaluation")[0]["conditions"]
         self.now = self.record.events("evaluation")[-1]["conditions"]
-        climbed = [e["rung"] for e in self.record.events("rung")]
+        done = [e["rung"] for e in self.record.events("rung")]
         for rung in self.config.climbed:
-            if rung in climbed:
+            if rung in done:
                 continue
             if self._is_reached():
                 break
@@ -151,7 +151,7 @@ class Hardening:
         return self.config.steps if rung in TRAINED else self.config.reinforce_steps if rung == "reinforce" else 1
 
     def _worse(self, conditions: list[dict[str, Any]]) -> str | None:
-        """Why a stage is to be undone: no closer to the clean model under the plans and no better, or too dear without them."""
+        """Why a stage is to be undone: no closer to the clean model and no better under the plans, or too costly without."""
         lost = self.before[0]["accuracy"] - conditions[0]["accuracy"]
         if lost > self.config.clean_loss:
             return f"it takes {100 * lost:.1f} points without the fault, more than the {100 * self.config.clean_loss:g} allowed"
@@ -334,7 +334,7 @@ def _resolved(config: HardenConfig, model: Any) -> HardenConfig:
 def save_checkpoint(
     record: RunRecord, step: int, model: nn.Module, training: TrainingSteps | None, facts: dict[str, Any]
 ) -> None:
-    """Write what the run goes on from after `step`, and bind it to the record."""
+    """Write the state to resume from after `step`, and bind it to the record."""
     folder = record.folder / f"checkpoint-{step}"
     with checkpoints.writing(folder.name, record.folder):
         if folder.exists():

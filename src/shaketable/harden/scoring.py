@@ -30,7 +30,7 @@ CLEAN = "clean"
 
 
 def forward_part(text: str, seed: int) -> Plan:
-    """A plan as inference meets it: in the forward pass only, in every phase."""
+    """The part of a plan that acts at inference: the forward pass, in every phase."""
     plan = in_phases(Plan.parse(text, seed=seed), ())
     clauses = tuple(
         c.model_copy(update={"site": c.site.model_copy(update={"direction": "forward"})})
@@ -135,7 +135,7 @@ def scores(conditions: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def shares(before: list[dict[str, Any]], after: list[dict[str, Any]], names: list[str]) -> dict[str, Recovered]:
-    """What came back under each of these conditions; those under which nothing was lost are left out."""
+    """The recovered share under each of these conditions; those under which nothing was lost are left out."""
     clean, found = scores(before, CLEAN), {}
     for name in names:
         was = scores(before, name)

@@ -78,7 +78,7 @@ class Students:
                 return self.logits(model, some)
 
         def student(some: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-            with self.arithmetic(), shaken(injection):
+            with self.arithmetic(), faults_on(injection):
                 return self.logits(self.model, some)
 
         self.model.eval()
@@ -100,7 +100,7 @@ def _frozen_copy(model: Any) -> Any:
 
 
 @contextmanager
-def shaken(injection: Injection | None) -> Iterator[None]:
+def faults_on(injection: Injection | None) -> Iterator[None]:
     """A plan on for as long as this lasts; its operator mode is left to the model's own calls."""
     if injection is None:
         yield

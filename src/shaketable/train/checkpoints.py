@@ -9,7 +9,7 @@ A checkpoint belongs to the record of its run: once it is sealed, the record has
 What the record does not know is not resumed from, and what is not as it was saved is refused (`check`), before anything of it
 is opened: Transformers keeps optimizer and random states in pickles.
 
-Older checkpoints go only after a newer one is sealed. A full disk is one line that says how to go on; each library has its own
+Older checkpoints go only after a newer one is sealed. A full disk is one line that says how to resume; each library has its own
 exception for it.
 """
 
@@ -35,7 +35,7 @@ KEEP = 2
 
 @contextmanager
 def writing(what: str, out: Path) -> Iterator[None]:
-    """Something of the run in `out` is written; when it cannot be, one line, and the way to go on."""
+    """Turn a failed write in the run folder `out` into one line that says how to resume."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:

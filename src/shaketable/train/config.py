@@ -117,7 +117,7 @@ class TrainConfig(RunConfig):
         if self.plan is None and self.plan_in != "both":
             raise ValueError(f"plan_in={self.plan_in} needs a plan")
         if self.conditions is not None and (self.eval_plans or self.plan_in == "eval"):
-            raise ValueError("conditions stand in place of eval_plans and of plan_in=eval; give one or the other")
+            raise ValueError("conditions replace eval_plans and plan_in=eval; give one or the other")
         if self.warmup >= self.steps and self.warmup:
             raise ValueError(f"a warm-up of {self.warmup} steps leaves nothing of a run of {self.steps}")
         return self

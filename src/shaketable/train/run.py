@@ -6,7 +6,7 @@
 
 The plan is one injection on the model for the whole run, switched off while an evaluation runs; each evaluation makes its own
 injection, with its own ledger. AQN is a second injection. Both are keyed by the step, and the data, the sampling and TRL's
-shuffling are too, so that a run that was killed goes on from its last whole checkpoint to the same weights, bit for bit.
+shuffling are too, so that a killed run resumes from its last whole checkpoint to the same weights, bit for bit.
 
 A plan, or AQN, that did nothing in the first step ends the run there, not after a night.
 """
@@ -38,7 +38,7 @@ from shaketable.records.weight_hash import weights_hash
 from shaketable.train import checkpoints
 from shaketable.train.config import TrainConfig
 from shaketable.train.plans import aqn_of, conditions_of, train_plan
-from shaketable.train.trainer import ShakenGRPO, grpo_config
+from shaketable.train.trainer import FaultyGRPO, grpo_config
 from shaketable.train.warm_start import Tell, warm_start
 
 SMALL = 10_000_000
@@ -85,7 +85,7 @@ class Training:
 
     # ---- making
 
-    def _make_trainer(self) -> ShakenGRPO:
+    def _make_trainer(self) -> FaultyGRPO:
         config, out = self.config, self.record.folder
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(out / "tensorboard")
         lora = LoraConfig(r=config.lora, lora_alpha=2 * config.lora, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -93,7 +93,7 @@ class Training:
             {"prompt": _prompt(self.tokenizer, self.task, problem), "problem": i} for i, problem in enumerate(self.problems)
         ]
         decoder = Decoder.of(self.model, self.tokenizer, self.task.max_new_tokens, config.temperature)
-        trainer = ShakenGRPO(
+        trainer = FaultyGRPO(
             decoder=decoder,
             key=key_of(config.seed, "train"),
             cap=config.tis,
@@ -216,7 +216,7 @@ class Training:
         return {name: found for name, found in {"plan": self.injection, "aqn": noise}.items() if found is not None}
 
     def counted(self) -> dict[str, Any]:
-        """What plan and AQN have counted, for the process that goes on from a checkpoint."""
+        """Counters of plan and AQN, for the process that resumes from a checkpoint."""
         return {name: injection.counted() for name, injection in self._injections().items()}
 
     def ledgers(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with a sampler of our own, and meters on what a shaken sampler does to training.
+"""TRL's GRPOTrainer with a sampler of our own, and meters on what faults in the sampler do to training.
 
 Six methods are overridden, and each calls TRL's own for all that is not about sampling:
 
@@ -64,8 +64,8 @@ class SamplerMismatch:
         }
 
 
-class ShakenGRPO(GRPOTrainer):  # type: ignore[misc]
-    """GRPO whose sampler may be shaken."""
+class FaultyGRPO(GRPOTrainer):  # type: ignore[misc]
+    """GRPO whose sampler may run under faults."""
 
     def __init__(self, *, decoder: Decoder, key: int, cap: float | None, dtype: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -167,7 +167,7 @@ def grpo_config(config: TrainConfig, out: Path, limit: int) -> GRPOConfig:
 
 
 def _groups(prompt_ids: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], int]:
-    """Each prompt once, and how often it stands there; every row by itself where the groups are not equal."""
+    """Each prompt once, and how many rows it has; every row by itself where the groups are not equal."""
     runs = [(list(prompt), len(list(rows))) for prompt, rows in groupby(prompt_ids)]
     sizes = {size for _, size in runs}
     return ([p for p, _ in runs], sizes.pop()) if len(sizes) == 1 else (list(prompt_ids), 1)

@@ -117,7 +117,7 @@ def _batches(task: Task, tokenizer: Any, rows: list[Problem]) -> Iterator[list[t
 
 
 def _train(config: RunConfig, model: Any, tokenizer: Any, batches: Any, lr: float, tell: Tell) -> list[float]:
-    """AdamW, the rate falling to nothing in a line; nobody else's random numbers are used up."""
+    """AdamW, the rate falling to nothing in a line; the global random state is left as it was."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     pad, losses = Decoder.of(model, tokenizer, 1).pad, []
     devices = [] if model.device.type == "cpu" else [model.device]

@@ -46,7 +46,7 @@ def magnitude_name(magnitude: float | None) -> str:
 
 
 class SweepConfig(ConfigModel):
-    """One sweep, resolved: what its record begins with and a resumed sweep goes on with."""
+    """One sweep, resolved: what its record begins with and a resumed sweep reads."""
 
     models: tuple[str, ...] = Field(min_length=1)
     """Folders, Hugging Face ids, nano or smollm2-135m."""

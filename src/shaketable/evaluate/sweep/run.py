@@ -59,9 +59,9 @@ class Sweep:
     def __init__(self, config: SweepConfig, record: RunRecord, load: Load | None = None, tell: Tell | None = None) -> None:
         """Args:
         config: What to do.
-        record: New, or that of the sweep that goes on.
+        record: New, or that of the sweep to resume.
         load: Loads a model; `load_model` on the device and in the dtype of the configuration by default.
-        tell: Told of the progress.
+        tell: Called with progress.
         """
         self.config, self.record = config, record
         self.load, self.tell = load or self._load, tell or (lambda done, total, text: None)
@@ -81,7 +81,7 @@ class Sweep:
             left = [s for s in self.settings if (name, s.plan_index, s.magnitude, s.seed) not in self.done]
             if not left:
                 continue
-            self._told(0, f"loading {name}")
+            self._progress(0, f"loading {name}")
             evaluator = self._evaluator(name)
             for setting in left:
                 facts = self._point(name, setting, evaluator)
@@ -120,7 +120,7 @@ class Sweep:
         condition, text = Condition.of(setting.name, setting.plan), f"{name} {setting.name}"
 
         def tell(done: int, _: int) -> None:
-            self._told(done, text)
+            self._progress(done, text)
 
         try:
             if self.task.kind == "text":
@@ -153,7 +153,7 @@ class Sweep:
         events = self.record.events(kind)
         return next((e for e in events if all(e[key] == value for key, value in facts.items())), {})
 
-    def _told(self, done: int, text: str) -> None:
+    def _progress(self, done: int, text: str) -> None:
         n = len(self.problems)
         self.tell(n * len(self.done) + done, n * len(self.settings) * len(self.config.models), text)
 

@@ -1,7 +1,7 @@
-"""Tasks whose problems stand in files: GSM8K, a user's own JSONL, and texts to read. Every complaint names file and line.
+"""Tasks whose problems are in files: GSM8K, a user's own JSONL, and texts to read. Every error names file and line.
 
 **GSM8K** (Cobbe et al. 2021, MIT): a folder with train.jsonl and test.jsonl, verl's train.parquet and test.parquet, or the
-hub. The gold answer follows `####` in the worked solution. verl's files are asked with the prompts that stand in them, so
+hub. The gold answer follows `####` in the worked solution. verl's files are asked with their own prompts, so
 that a score compares with its validation. A file that does not hold the published number of problems gets a warning.
 
 **JSONL**: {"question": …, "answer": …} on each line, and if wanted `id` and `split`; without `split`, a hash of the question
@@ -138,7 +138,7 @@ class JsonlTask(Task):
 
 
 def side_of(question: str) -> Split:
-    """The side of a question that nobody put on one: one in five is test, by its text."""
+    """The side of a question without a given one: one in five is test, by a hash of its text."""
     digest = hashlib.blake2b(question.strip().casefold().encode(), digest_size=8).digest()
     return "test" if int.from_bytes(digest, "big") % TEST_SHARE == 0 else "train"
 
@@ -358,7 +358,7 @@ DEFAULT_N = 200
 
 
 def default_n(task: Task) -> int:
-    """How many problems when nobody says: 200, or all texts of a text task."""
+    """The default number of problems: 200, or all texts of a text task."""
     return len(task.texts()) if isinstance(task, TextTask) else DEFAULT_N
 
 

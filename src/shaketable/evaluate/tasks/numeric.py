@@ -58,7 +58,7 @@ def same_number(gold: str, answer: str) -> bool:
 
 
 def _after_marker(tail: str) -> str:
-    """The first line after the marker, or the literal that it opens with when no sum goes on from there."""
+    """The first line after the marker, or the literal at its start unless a sum follows."""
     line = next((x.strip() for x in tail.splitlines() if x.strip()), "")
     line = re.sub(r"(?<!\w)\*\*(.+?)\*\*(?!\w)", r"\1", line)  # bold
     literal = NUMBER.match(line)
