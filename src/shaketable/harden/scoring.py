@@ -118,14 +118,8 @@ class Scoring:
 
     def _evaluator(self) -> Evaluator:
         assert self.source.task is not None
-        return Evaluator(
-            self.students.model,
-            self.tokenizer,
-            self.source.task,
-            self.source.tests,
-            self.batch_size,
-            loss=self.config.eval_loss,
-        )
+        model, task, tests = self.students.model, self.source.task, self.source.tests
+        return Evaluator(model, self.tokenizer, task, tests, self.batch_size, loss=self.config.eval_loss)
 
 
 def scores(conditions: list[dict[str, Any]], name: str) -> list[float]:

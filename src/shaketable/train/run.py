@@ -30,6 +30,7 @@ from shaketable.evaluate.decoding import Decoder, chat_tokens
 from shaketable.evaluate.layers import readings
 from shaketable.evaluate.score import Condition, Evaluation, Evaluator, arithmetic
 from shaketable.evaluate.tasks import Problem, Task, digest, examples, load_task, reward_of, sample
+from shaketable.evaluate.tasks.task import train_problems
 from shaketable.faults.rng import key_of
 from shaketable.inject import Injection, Ledger, inject
 from shaketable.models import load_model
@@ -255,13 +256,8 @@ def _resolved(config: TrainConfig, model: Any) -> TrainConfig:
 
 
 def _training_problems(task: Task, config: TrainConfig) -> list[Problem]:
-    """The problems of all steps in order: a random draw, and another pass in another order when they run out."""
-    if task.kind != "generate":
-        raise ShaketableError(f"the task {task.name} has no answers to reward; train on one that has, such as arithmetic")
-    wanted, have = config.steps * config.prompts, len(task.problems("train"))
-    passes = -(-wanted // have)
-    drawn = [p for i in range(passes) for p in sample(task, "train", min(wanted, have), key_of(config.seed, "data", i))]
-    return drawn[:wanted]
+    """The problems of all steps in order."""
+    return train_problems(task, config.steps * config.prompts, lambda i: key_of(config.seed, "data", i))
 
 
 def _prompt(tokenizer: Any, task: Task, problem: Problem) -> Any:

@@ -34,6 +34,7 @@ from shaketable.evaluate.decoding import Decoder
 from shaketable.evaluate.reading import pair_logits
 from shaketable.evaluate.score import answer_tokens, arithmetic, prompt_tokens
 from shaketable.evaluate.tasks import Problem, Task, digest, sample, score_of
+from shaketable.evaluate.tasks.task import train_problems
 from shaketable.faults.rng import key_of
 from shaketable.io.cache_folder import cache_folder
 from shaketable.io.locks import take
@@ -65,7 +66,7 @@ def warm_start(config: RunConfig, task: Task, model: Any, tokenizer: Any, tell: 
         ShaketableError: The task has no answers to learn from, or the phase does not end in numbers.
     """
     check_answers(task)
-    rows = _rows(config, task)
+    rows = train_problems(task, config.warm_start * BATCH, lambda i: key_of(SEED, "warm", i))
     made_of = _made_of(config, task, model, rows)
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder() / "warm-starts" / key
@@ -80,14 +81,6 @@ def warm_start(config: RunConfig, task: Task, model: Any, tokenizer: Any, tell: 
         facts = {"key": key, **made_of, "first_loss": losses[0], "last_loss": losses[-1], "weights": weights_hash(model)}
         _publish(model, facts, folder)
         return {**facts, "cached": False}
-
-
-def _rows(config: RunConfig, task: Task) -> list[Problem]:
-    """The problems of all steps; another pass in another order when they run out."""
-    wanted, have = config.warm_start * BATCH, len(task.problems("train"))
-    passes = -(-wanted // have)
-    drawn = [p for i in range(passes) for p in sample(task, "train", min(wanted, have), key_of(SEED, "warm", i))]
-    return drawn[:wanted]
 
 
 def _made_of(config: RunConfig, task: Task, model: Any, rows: list[Problem]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import json
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -94,6 +94,13 @@ def sample(task: Task, split: Split, n: int, seed: int) -> list[Problem]:
         raise ShaketableError(f"cannot draw {n} {split} problems from {task.name}: it has {len(every)}")
     drawn = random.Random(f"{task.name}/{split}/{seed}").sample(range(len(every)), n)
     return [every[i] for i in drawn]
+
+
+def train_problems(task: Task, n: int, key: Callable[[int], int]) -> list[Problem]:
+    """n train problems in random order, and all of them again in another order when they run out; `key` seeds each pass."""
+    have = len(task.problems("train"))
+    passes = -(-n // have)
+    return [p for i in range(passes) for p in sample(task, "train", min(n, have), key(i))][:n]
 
 
 def score_of(task: Task, problem: Problem, completion: str) -> Score:
