@@ -17,12 +17,12 @@ from shaketable.evaluate.layers import readings
 from shaketable.evaluate.reading import Pair, Reading
 from shaketable.evaluate.score import Answer, Condition, Evaluation, Evaluator, in_phases, injected
 from shaketable.evaluate.statistics import Recovered, paired, paired_interval, share_recovered
-from shaketable.faults.rng import key_of
 from shaketable.harden.config import HardenConfig
 from shaketable.harden.students import SequenceSource, Students
 from shaketable.inject import Injection, Ledger
 from shaketable.models import ADAPTER, load_skeleton
 from shaketable.plan import Plan
+from shaketable.train.plans import condition_seed
 
 PAIRS = 128
 """Answers of the clean model that KL and agreement are read on, beside accuracy."""
@@ -45,7 +45,7 @@ def forward_part(text: str, seed: int) -> Plan:
 def conditions_of(config: HardenConfig) -> list[Condition]:
     """Clean, and every plan that is scored under."""
     if config.conditions is not None:
-        seed = key_of(config.eval_seed, "condition", config.seed) >> 1
+        seed = condition_seed(config)
         return [Condition(CLEAN), *(Condition(n, forward_part(p, seed)) for n, p in config.conditions.items())]
     texts = list(dict.fromkeys((*config.plans, *config.eval_plans)))
     names = ["plan", *texts[1:]] if len(config.plans) == 1 else texts

@@ -20,7 +20,7 @@ from shaketable.inject import Injection
 from shaketable.models import ADAPTER, load_skeleton
 from shaketable.plan import Plan
 from shaketable.sites.structure import Anatomy
-from shaketable.train.config import PLAN_IN, TrainConfig
+from shaketable.train.config import PLAN_IN, RunConfig, TrainConfig
 from shaketable.train.warm_start import BATCH, check_answers
 
 
@@ -72,7 +72,7 @@ def conditions_of(config: TrainConfig) -> list[Condition]:
     return [*found, *(_scored(text, text, config.eval_seed) for text in config.eval_plans)]
 
 
-def condition_seed(config: TrainConfig) -> int:
+def condition_seed(config: RunConfig) -> int:
     """Keys the noise of a study's conditions: another for every seed, the same in all arms."""
     return key_of(config.eval_seed, "condition", config.seed) >> 1
 
