@@ -101,11 +101,9 @@ class HFEngine:
     def sample(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Rollout]:
         """Draw one completion for each prompt."""
         generator = torch.Generator().manual_seed(sampling.seed)
-        found: list[Rollout] = []
+        batches = [list(prompts[start : start + self.together]) for start in range(0, len(prompts), self.together)]
         with self._precision():
-            for start in range(0, len(prompts), self.arguments.batch):
-                found += self._batch(list(prompts[start : start + self.arguments.batch]), sampling, generator)
-        return found
+            return [rollout for batch in batches for rollout in self._batch(batch, sampling, generator)]
 
     def _batch(self, prompts: list[list[int]], sampling: Sampling, generator: torch.Generator) -> list[Rollout]:
         device = self.model.get_input_embeddings().weight.device
@@ -133,21 +131,18 @@ class HFEngine:
 
     def logprobs(self, rollouts: Sequence[Rollout], variant: str | None = None) -> list[list[float]]:
         """Raw log-probabilities of the completions' tokens."""
+        batch, model = 1 if variant == ALONE else self.together, self.model if variant == EAGER else self.called
         with self._precision():
-            return self._logprobs(rollouts, variant)
-
-    def _logprobs(self, rollouts: Sequence[Rollout], variant: str | None) -> list[list[float]]:
-        batch = 1 if variant == ALONE else self.arguments.batch
-        if variant == DECODE:
-            logits = decoded_logits(self.called, rollouts, batch)
-        else:
-            logits = completion_logits(self.model if variant == EAGER else self.called, rollouts, batch=batch, side="left")
-        return [self._chosen(one, r.completion).tolist() for r, one in zip(rollouts, logits, strict=True)]
+            if variant == DECODE:
+                logits = decoded_logits(model, rollouts, batch)
+            else:
+                logits = completion_logits(model, rollouts, batch=batch, side="left")
+            return [self._chosen(one, r.completion).tolist() for r, one in zip(rollouts, logits, strict=True)]
 
     def logits(self, rollouts: Sequence[Rollout]) -> Iterator[Tensor]:
         """Before each token of the completions, as they were when it was drawn."""
         with self._precision():
-            yield from decoded_logits(self.called, rollouts, self.arguments.batch)
+            yield from decoded_logits(self.called, rollouts, self.together)
 
     def variants(self) -> list[str]:
         """Ways of computing the same."""

@@ -1,15 +1,12 @@
 """Stage 4: whether both sides mean the same probability; each other meaning is computed anew from the trainer's logits.
 
-A log-probability can be of the model's own logits or of what the sampler made of them; with another temperature; renormalised
-over a nucleus; of the next token; of a prompt with or without its first token. None of that is rounding. Every hypothesis is
-computed, and judged by how much better it fits, token by token: its loss is log(1 + z²), with z the difference over the scale
-of rounding of that token, so that a few impossible tokens do not decide. A hypothesis **wins** when it leaves at most LEAVES
-of the mean difference, and the lower end of a bootstrap over rollouts of the paired improvement is above zero; or when nothing
-in it was fitted and it leaves only rounding of a gap that is more. It is **named** when it leaves only rounding, or a
-small part of the gap. The simplest hypothesis comes first; a later one must be better for certain. Fitted values (temperature
-with top-p or top-k, a repetition penalty) come with a range.
+A log-probability can be of the model's own logits or of what the sampler made of them; of the next token; of a prompt with or
+without its first token. Each such hypothesis is judged token by token: its loss is log(1 + z²), with z the difference over the
+scale of rounding of that token, so that a few impossible tokens do not decide.
 
-Logits are computed for the first rollouts only, up to `TOKENS` tokens: a hypothesis is about all tokens or none.
+It **wins** when it leaves at most LEAVES of the mean difference, and the lower end of a bootstrap of the paired improvement is
+above zero; or when nothing in it was fitted and it leaves only rounding of a gap that is more. It is **named** when it leaves
+only rounding, or a small part of the gap. The simplest comes first; a later one must be better for certain.
 """
 
 from __future__ import annotations
@@ -171,25 +168,24 @@ def _loss(d: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return found
 
 
+@dataclass
 class _Case:
     """The rollouts of this stage with their logits, and the hypotheses about them."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        rollouts: list[Rollout],
-        logits: list[Tensor],
-        sampling: Sampling,
-        scale: Differences,
-        edges: Sequence[Sequence[bool]],
-        like: float,
-    ) -> None:
-        self.trainer, self.rollouts, self.logits, self.sampling, self.scale = trainer, rollouts, logits, sampling, scale
-        self.like = like
-        tokens = sum(len(x) for x in scale)
-        few = 0 < sum(map(sum, edges[: len(scale)])) <= max(1, FEW * tokens)
-        self.weight = [1.0 - np.asarray(e, float) for e in edges[: len(scale)]] if few else [np.ones(len(x)) for x in scale]
-        self.engine = [np.asarray(r.logprobs) for r in rollouts]
+    trainer: Trainer
+    rollouts: list[Rollout]
+    logits: list[Tensor]
+    sampling: Sampling
+    scale: Differences
+    edges: Sequence[Sequence[bool]]
+    like: float
+
+    def __post_init__(self) -> None:
+        self.engine = [np.asarray(r.logprobs) for r in self.rollouts]
+        self.weight = [np.ones(len(x)) for x in self.scale]
+        some = self.edges[: len(self.scale)]
+        if 0 < sum(map(sum, some)) <= max(1, FEW * sum(len(x) for x in self.scale)):
+            self.weight = [1.0 - np.asarray(edge, float) for edge in some]
         self.found: dict[str, Differences] = {}
 
     def loss(self, d: Differences) -> Differences:

@@ -1,20 +1,16 @@
 """Stage 8: how much of the divergence each family of operators causes.
 
-For every recorded call the trainer computes the same operator on the engine's inputs; the difference is the operator's own, and
-of nothing before it. Then the differences of one family are added to the trainer's own results, in an otherwise untouched
-forward over the same tokens, and KL(with‖without) is measured over the whole vocabulary at every token of the completions. All
-families together must give back the engine's log-probabilities: how far they do is `explained`, and the rest is not covered by
-the shares.
+For every recorded call the trainer computes the same operator on the engine's inputs; the difference is the operator's own. The
+differences of one family are added to the trainer's own results in a forward over the same tokens, and KL(with‖without) is
+measured over the whole vocabulary at every token of the completions. All families together must give back the engine's
+log-probabilities: how far they do is `explained`.
 
-The last operator, log_softmax, makes the number that is returned and nothing that a forward could read: its difference d from
-the trainer's, which is in float64, is added to the log-probability of the token itself. An error of the sum over the
-vocabulary shifts all tokens of a row by the same d, so that they no longer sum to one; KL for such numbers,
-Σ p·log(p/q) − p + q, is exp(d) − 1 − d, which is d²/2, as k3 of the gap is.
+log_softmax makes the number that is returned and nothing that a forward could read: its difference d is added to the
+log-probability itself. It shifts all tokens of a row, which then do not sum to one: Σ p·log(p/q) − p + q = exp(d) − 1 − d.
 
-A share is KL of the family alone over the sum of that over all families. Errors that are independent add up: KL of all
-together is that sum. Where they cancel or amplify each other it is not, and `together` is the ratio. (Dividing by KL of all
-together gives shares of several hundred per cent on few tokens, where errors cancel.) Intervals are of a bootstrap over tokens,
-and so is `leads`, the share of draws in which no other family has more.
+A share is the KL of a family alone over the sum of that over all families. Independent errors add up to it; where they cancel
+or amplify each other, `together` is the ratio. Intervals are of a bootstrap over tokens, and so is `leads`, the share of draws
+in which no other family has more.
 
 The plan that is fitted has one clause for each family: Gaussian noise of the measured size, relative to each value or to the
 rms, whichever is more likely. A plan has no rotation as a site, so that its noise goes onto q and k.
