@@ -129,6 +129,12 @@ def test_numbers_that_differ_in_the_last_digit_of_float64_are_legal(dtype):
     assert found.verdict == "LEGAL", found.sentence
 
 
+def test_numbers_that_are_read_again_in_other_batches_are_legal():
+    engine, rollouts = sampled("bfloat16")
+    found = verdict(HFEngine(engine.model, HFArguments(batch=4)), [*rollouts[1:], rollouts[0]], recorded=2)
+    assert found.verdict == "LEGAL", found.sentence
+
+
 # ---- files that were tampered with
 
 

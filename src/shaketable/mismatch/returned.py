@@ -20,7 +20,7 @@ from shaketable.errors import UnavailableError
 from shaketable.mismatch.engine import DECODE, Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.logprobs import LogprobReading, read
 from shaketable.mismatch.results import LARGEST, Deviation, Semantics
-from shaketable.mismatch.rounding import SAME_PROGRAM, SMALLEST, Rounding, from_returned, judge
+from shaketable.mismatch.rounding import SAME_PROGRAM, Rounding, from_returned, judge
 from shaketable.mismatch.semantics import examined, keep_examined
 
 NEAR_ZERO = 0.05
@@ -30,7 +30,7 @@ DISTINCT = 4
 NEAR = 3.0
 """Times what an engine differs from itself by: how far returned numbers may be from its logits, in the mean."""
 REPEATED = 0.8
-"""Share of numbers that an engine repeats exactly, from which every single one must be as near."""
+"""Share of numbers that an engine repeats bit for bit, from which every single one must be as near."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def doubt(own: OwnNumbers, rollouts: Sequence[Rollout], narrow: Sequence[np.ndar
         return (
             f"they are off from the engine's own by {judged.mean_abs:.2g} in the mean, {judged.mean_ratio:.3g} times {itself}"
         )
-    repeats = np.mean(np.abs(np.concatenate(d)) <= 4 * SMALLEST) >= REPEATED
+    repeats = np.mean(np.concatenate(d) == 0) >= REPEATED
     if judged.worst_ratio > (NEAR if repeats else LARGEST):
         rollout, token = judged.worst
         times = f"{judged.largest:.2g}, {judged.worst_ratio:.3g} times {itself}"
