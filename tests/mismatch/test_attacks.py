@@ -409,6 +409,8 @@ def build(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
             "norm_topk_prob": True,
         },
         "qwen2": {},
+        "qwen3": {"head_dim": 16},
+        "mistral": {"sliding_window": 8},
         "granite": {
             "residual_multiplier": 0.3,
             "embedding_multiplier": 2.0,
@@ -440,7 +442,7 @@ def pair_verdict(kind: str, plant: Any = None, dtype: torch.dtype = torch.float3
     return run_stages(Question(Trainer(build(kind), None, kind), engine, rollouts, how(max_new_tokens=10), {}, recorded))
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2", "granite", "gemma"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2", "qwen3", "mistral", "granite", "gemma"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_healthy_models_of_other_shapes_are_legal(kind, dtype):
     found = pair_verdict(kind, dtype=getattr(torch, dtype))

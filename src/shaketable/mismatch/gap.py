@@ -68,11 +68,10 @@ def blocks(d: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 def interval(d: Sequence[np.ndarray]) -> MismatchInterval:
     """95 % of mean k1 and k3."""
-    over = "rollouts" if len(d) >= FEWEST else "tokens"
     kept = [finite for x in d if len(finite := x[np.isfinite(x)])]
     if not kept:
         return MismatchInterval("tokens")
-    parts = kept if over == "rollouts" else [np.array([x]) for x in np.concatenate(kept)]
+    over, parts = "rollouts" if len(kept) >= FEWEST else "tokens", blocks(kept)
     means = resample(parts, np.array([[p.sum(), k3_of(p).sum()] for p in parts]), DRAWS)
     (low1, low3), (high1, high3) = np.quantile(means, (0.025, 0.975), axis=0).tolist()
     return MismatchInterval(over, (low1, high1), (low3, high3))  # type: ignore[arg-type]
