@@ -19,7 +19,7 @@ def test_a_share_is_told_with_its_interval():
 def test_what_to_fix_first_is_said_only_of_a_family_that_leads(leads, is_told):
     said = causes(shares(leads))
     assert ("First fix: compute lm_head in float32 on both sides." in said) == is_told
-    assert ("cannot be told: lm_head has most in" in said and "28 tokens; compare more rollouts." in said) != is_told
+    assert ("is not certain: lm_head has most in" in said and "28 tokens; compare more rollouts." in said) != is_told
 
 
 def test_a_family_without_advice_of_its_own_gets_the_general_one():

@@ -19,9 +19,9 @@ from shaketable.mismatch.trainer import OTHER_BATCHES, Trainer
 
 DEPENDS = {
     ALONE: "depends on the batch",
-    DECODE: "decodes otherwise than it reads",
-    CACHED: "computes otherwise from its prefix cache",
-    EAGER: "computes otherwise in its compiled graphs",
+    DECODE: "gives other log-probabilities when it decodes than when it reads",
+    CACHED: "gives other log-probabilities from its prefix cache",
+    EAGER: "gives other log-probabilities in its compiled graphs",
     OTHER_BATCHES: "depends on the batch or on padding",
 }
 Logprobs = Sequence[Sequence[float]]
@@ -65,7 +65,7 @@ def measure_floor(
             wrong = f"the {name} gives log-probabilities that are not numbers (NaN)"
         elif rounding is not None:
             if (judged := rounding.judge(d, raw=True)).too_large:
-                wrong = f"the {name} {DEPENDS.get(variant, f'computes otherwise with {variant}')}: {judged.says}"
+                wrong = f"the {name} {DEPENDS.get(variant, f'gives other log-probabilities with {variant}')}: {judged.says}"
             most = int(np.argmax([np.mean(np.abs(x) / s) for x, s in zip(d, rounding.raw, strict=True)]))
         rows.append(FloorRow(name, variant, found.mean_abs, found.largest, found.k3, wrong, most))  # type: ignore[arg-type]
         return two

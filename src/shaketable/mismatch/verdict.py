@@ -99,7 +99,7 @@ def _returned(returned: Deviation) -> str:
         return says
     (rollout, position), (got, own) = returned.worst, returned.worst_pair
     expected = "none" if own is None else f"{own:.4g}"
-    return f"{says}; token {position} of rollout {rollout} came back as {got:.4g}, its own is {expected}"
+    return f"{says}; token {position} of rollout {rollout} was returned as {got:.4g}, its own is {expected}"
 
 
 def _weights(differing: list[ParameterDifference]) -> str:
@@ -193,7 +193,7 @@ def causes(shares: Shares) -> str:
     first = shares.families[0]
     if first.leads < LEADS:
         why = f"{first.family} has most in {first.leads:.0%} of draws over {shares.tokens} tokens"
-        return f"Of the KL: {parts}. What to fix first cannot be told: {why}; compare more rollouts."
+        return f"Of the KL: {parts}. Which to fix first is not certain: {why}; compare more rollouts."
     advice = FIX.get(first.family, f"compute {first.family} in the same dtype and order on both sides")
     return f"Of the KL: {parts}. First fix: {advice}."
 
