@@ -483,7 +483,7 @@ def test_order_is_kept_when_the_model_is_compiled(tinier_llama, order, fresh_gra
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (None, "there is no plan"),
+        (None, "order=before needs a plan"),
         ("dead_zone:0.3@layer.0", "acts on no output of a layer that has noise"),
         ("relative_gaussian:0.1@op.matmul", "acts on no output"),
     ],

@@ -105,4 +105,4 @@ def test_a_damaged_file_is_one_line_and_exit_2(good, model):
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
-    assert "truncated, damaged or no safetensors file" in done.stderr
+    assert "truncated, damaged or not a safetensors file" in done.stderr

@@ -31,7 +31,7 @@ def line_of(done):
 def test_table_json_and_model(tmp_path):
     done = shaketable(tmp_path, *RUN, "--plan", HURTS, "-o", "run", "--json", "out.json")
     assert done.code == 0, done.stderr
-    for word in ("after", "distil", "recovered", "points that the fault takes", "Added at inference: nothing", "run/model"):
+    for word in ("after", "distil", "recovered", "points that the fault costs", "Added at inference: nothing", "run/model"):
         assert word in done.stdout
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["kind"] == "hardening"

@@ -75,7 +75,7 @@ def test_a_layer_that_cannot_be_judged_exits_4(locate, folder, tmp_path):
     build("gpt_neox", vocabulary=vocabulary).save_pretrained(tmp_path)
     done = locate(tmp_path, "--tokens", 16, "--mode", "device")
     assert done.code == 4, done.stderr
-    assert "INCONCLUSIVE: layer 0, twin: no gauge is known" in done.stdout
+    assert "INCONCLUSIVE: layer 0, twin: no symmetries are known" in done.stdout
     assert "Device mode cannot see" in done.stdout
 
 

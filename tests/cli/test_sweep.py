@@ -104,8 +104,8 @@ def test_texts_are_read(run):
     [
         ((), "a sweep needs MODEL and --task and --plan (or --resume DIR)"),
         (NOISE, "leaves a magnitude open"),
-        ((*NOISE, "--magnitudes", "0,-0.1"), "-0.1 is no magnitude"),
-        ((*NOISE, "--magnitudes", "nan"), "nan is no magnitude"),
+        ((*NOISE, "--magnitudes", "0,-0.1"), "-0.1 is not a magnitude"),
+        ((*NOISE, "--magnitudes", "nan"), "nan is not a magnitude"),
         ((*NOISE, "--magnitudes", "0.1,0.10"), "0.1 is given twice"),
         ((*NOISE, "--magnitudes", "some"), "not a list of numbers"),
         (("nano", "--task", "arithmetic", "--plan", "gain:1@layer.0", "--magnitudes", "1"), "drop them"),

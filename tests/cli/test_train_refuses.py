@@ -84,7 +84,7 @@ def test_a_damaged_record_is_named(killed, tmp_path):
     record = here / "run" / "record.jsonl"
     lines = record.read_bytes().splitlines(keepends=True)
     record.write_bytes(b"".join([*lines[:2], b"garbage\n", *lines[2:]]))
-    assert "line 3 is no event" in line_of(shaketable(here, "train", "--resume", "run"))
+    assert "line 3 is not an event" in line_of(shaketable(here, "train", "--resume", "run"))
 
 
 def test_the_record_holds_the_content_of_an_aqn_file(tmp_path):

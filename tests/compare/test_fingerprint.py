@@ -106,7 +106,7 @@ def test_an_argument_made_from_hidden_states_is_named(tiny_llama):
 def test_a_truncated_file_is_refused(path, share):
     raw = path.read_bytes()
     path.write_bytes(raw[: int(len(raw) * share)])
-    with pytest.raises(FingerprintError, match="truncated, damaged or no safetensors"):
+    with pytest.raises(FingerprintError, match="truncated, damaged or not a safetensors"):
         read_fingerprint(path)
 
 

@@ -143,7 +143,7 @@ def test_an_architecture_without_a_circuit_is_left_alone():
     facts = rescale(students, [injection], tiny_pairs(), quiet)
     injection.close(check=False)
     assert (facts["layers"], facts["of"]) == (0, 2)
-    assert "no gauge is known for the architecture gpt_neox" in facts["sentence"]
+    assert "no symmetries are known for the architecture gpt_neox" in facts["sentence"]
     assert same_values(before, students.model)
 
 

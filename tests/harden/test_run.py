@@ -176,7 +176,7 @@ def test_a_control_trains_without_any_fault(tmp_path):
 
 
 def test_a_fault_that_takes_nothing_is_refused(tmp_path):
-    with pytest.raises(ShaketableError, match=r"the fault takes .* points: there is nothing to harden against"):
+    with pytest.raises(ShaketableError, match=r"the fault costs .* points: there is nothing to harden against"):
         prepared(tmp_path / "run", plans=("relative_gaussian:0.0001@module.linear",)).run()
 
 
@@ -245,7 +245,7 @@ def test_too_little_memory_is_one_line(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr("shaketable.harden.distil.forward_kl", full)
-    with pytest.raises(ShaketableError, match="not enough memory for distil: begin anew with --micro-batch 4"):
+    with pytest.raises(ShaketableError, match="not enough memory for distil: start again with --micro-batch 4"):
         hardened(tmp_path / "run")
 
 

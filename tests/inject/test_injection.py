@@ -42,7 +42,7 @@ def test_only_a_sampler_has_a_phase_and_it_must_be_one(sampler):
     message = (
         message
         if sampler
-        else r"^only the models of a sampling engine are told their phase; elsewhere write `with st\.phase\(\.\.\.\)`$"
+        else r"^only a sampling engine sets the phase of its models; elsewhere write `with st\.phase\(\.\.\.\)`$"
     )
     with pytest.raises(PlanError, match=message):
         injection.phase = "evl"

@@ -77,7 +77,7 @@ def test_ray_does_not_start_before_the_keys_were_read(ray, capsys):
     judge(V1 | {"shaketable": {"plan": PLAN}})
     with pytest.raises(SystemExit, match="2"):
         ray.init()
-    assert "Ray starts, and nobody has read shaketable.plan" in capsys.readouterr().err
+    assert "Ray starts, and nothing has read shaketable.plan" in capsys.readouterr().err
     job_keys.keys_were_read("here")
     assert ray.init() == "started"
 

@@ -50,7 +50,7 @@ def test_a_healthy_model_is_healthy_on_the_host_and_nobody_s_gauge_is_known(name
         assert "the model cannot be built from one" in found.sentence
     found = located(model, name, "device")
     assert found.verdict == "INCONCLUSIVE"
-    assert found.sentence.startswith("INCONCLUSIVE: layer 0, twin: no gauge is known for the architecture")
+    assert found.sentence.startswith("INCONCLUSIVE: layer 0, twin: no symmetries are known for the architecture")
 
 
 def test_a_model_without_layers_is_refused_in_one_line():

@@ -478,6 +478,6 @@ def test_the_event_that_ended_a_run_is_the_last_of_its_kind_and_one_that_has_not
     record = record_in(tmp_path / "run")
     with pytest.raises(ShaketableError) as raised:
         record.finished()
-    assert str(raised.value) == f"the run in {record.folder} is not finished; go on with --resume {record.folder}"
+    assert str(raised.value) == f"the run in {record.folder} is not finished; resume it with --resume {record.folder}"
     record.append("finished", score=3)
     assert record.finished()["score"] == 3 == RunRecord.open(record.folder).finished()["score"]

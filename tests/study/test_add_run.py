@@ -129,7 +129,7 @@ def broken(verl, name, text):
 WRONG = {
     "arm": (lambda v, s: {"arm": "nois"}, "verl has no arm 'nois'; did you mean 'noise'?"),
     "seed": (lambda v, s: {"seed": 7}, "verl has no seed 7; its seeds are 0, 1"),
-    "folder": (lambda v, s: {"folder": v / "none"}, "it is no folder"),
+    "folder": (lambda v, s: {"folder": v / "none"}, "it is not a folder"),
     "no scores": (lambda v, s: {"scores": {}}, "no scores under clean: give --scores clean=FILE"),
     "condition": (lambda v, s: {"scores": {"clena": s}}, "there is no such condition; did you mean 'clean'?"),
     "no ledger": (lambda v, s: {"folder": v.parent}, "nothing says that the plan of noise acted"),

@@ -115,7 +115,7 @@ def test_a_finished_record_cut_at_any_byte_is_damaged_and_without_its_seal_parti
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(b"garbage\n", "line 1 is no event"), (b'{"schema": "other/9", "verb": "x"}\n', "another version: schema 'other/9'")],
+    [(b"garbage\n", "line 1 is not an event"), (b'{"schema": "other/9", "verb": "x"}\n', "another version: schema 'other/9'")],
 )
 @pytest.mark.attack("tampered records")
 def test_what_is_no_record_is_damaged(tmp_path, content, why):
@@ -135,7 +135,7 @@ def test_a_record_that_cannot_be_read_or_is_gone_or_has_no_seal_worth_the_name(t
     assert found == {
         "folder": ("damaged", f"cannot read {FILE}: Is a directory"),
         "gone": ("damaged", f"cannot read {FILE}: No such file or directory"),
-        "seal": ("damaged", f"{SEAL} is damaged: it is no seal"),
+        "seal": ("damaged", f"{SEAL} is damaged: it is not a seal"),
     }
 
 

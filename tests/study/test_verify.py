@@ -89,7 +89,7 @@ def test_a_malformed_seal_is_named_and_hides_no_good_run(store, seal):
     code, out, _ = command("study", "verify", store)
     assert code == 1
     assert out.count("bad: ") == 1
-    assert f"bad: small/runs/{run_of(store).name}: record.seal is damaged: it is no seal" in out
+    assert f"bad: small/runs/{run_of(store).name}: record.seal is damaged: it is not a seal" in out
 
 
 @pytest.mark.slow

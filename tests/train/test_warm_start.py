@@ -142,5 +142,5 @@ def test_what_makes_no_sense_is_refused_in_one_line():
         def score(self, problem, completion):
             return super().score(problem, completion.removesuffix(problem.answer))
 
-    with pytest.raises(ShaketableError, match=r"no warm start on arithmetic: .*is not right when it is written as it stands"):
+    with pytest.raises(ShaketableError, match=r"no warm start on arithmetic: .*is not scored as right"):
         module.check_answers(Strict())

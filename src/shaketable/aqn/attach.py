@@ -59,7 +59,7 @@ def check_order(aqn: AQN, noise: Plan, faults: Plan | None, anatomy: Anatomy) ->
     if aqn.order != "before":
         return
     if faults is None:
-        raise ShaketableError("order=before puts the noise before the faults of a plan, and there is no plan; drop order")
+        raise ShaketableError("order=before needs a plan, and there is none; drop order")
     if not _outputs(noise, anatomy) & _outputs(faults, anatomy):
         what = f"order=before: {faults.text()} acts on no output of a layer that has noise"
         raise NoMatchError(f"{what}; write it @layer.N for such a layer, or drop order")

@@ -337,7 +337,7 @@ def _schedule(head: str, own: dict[str, str]) -> AnySchedule:
         raise ShaketableError(f"{kind} needs its σ, {example}")
     if kind == "constant":
         if not re.fullmatch(_NUMBER, values):
-            raise ShaketableError(f"{values!r} is no σ; write a number of 0 or more, {example}")
+            raise ShaketableError(f"{values!r} is not a σ; write a number of 0 or more, {example}")
         return Constant(float(values))
     decays = []
     for text in re.split(r"(?<![eE])\+", values):

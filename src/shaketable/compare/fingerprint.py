@@ -316,7 +316,7 @@ def _open(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise FingerprintError(f"{path} does not exist or is no file; make one with: shaketable fingerprint MODEL -o {path}")
+        raise FingerprintError(f"{path} does not exist or is not a file; make one with: shaketable fingerprint MODEL -o {path}")
     try:
         with safe_open(path, framework="pt") as file:
             # A copy, because kernels may round otherwise on memory that is not aligned.
@@ -331,7 +331,7 @@ def _not_safetensors(path: Path) -> str:
     pickled = start == b"PK" or (start[:1] == b"\x80" and start[1:] in (b"\x02", b"\x03", b"\x04", b"\x05"))
     if pickled:
         return "is a pickle or an archive of torch.save, which is never loaded; a fingerprint is a safetensors file"
-    return "is truncated, damaged or no safetensors file"
+    return "is truncated, damaged or not a safetensors file"
 
 
 def _metadata(path: Path, head: dict[str, str]) -> Metadata:
@@ -349,7 +349,7 @@ def _metadata(path: Path, head: dict[str, str]) -> Metadata:
         where = ".".join(str(p) for p in first["loc"])
         raise FingerprintError(f"{path} is damaged: its metadata says nothing valid for {where} ({first['msg']})") from None
     except json.JSONDecodeError:
-        raise FingerprintError(f"{path} is damaged: its metadata is no JSON") from None
+        raise FingerprintError(f"{path} is damaged: its metadata is not JSON") from None
 
 
 def _names(about: Metadata) -> Iterator[str]:

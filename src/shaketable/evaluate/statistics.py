@@ -483,7 +483,7 @@ class Recovered:
     def sentence(self) -> str:
         """For people."""
         low, high = (_percent(end) for end in (self.interval.low, self.interval.high))
-        came = f"of the {100 * self.taken:.1f} points that the fault takes, {_points(self.returned)} came back"
+        came = f"of the {100 * self.taken:.1f} points that the fault costs, {_points(self.returned)} were recovered"
         return f"{came}: {_percent(self.share)} ({100 * self.level:g} % CI {low} to {high})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -506,7 +506,7 @@ def share_recovered(before: ArrayLike, after: ArrayLike, clean: ArrayLike, *, le
         raise ShaketableError(f"a share needs the same problems three times, not {b.shape}, {a.shape} and {c.shape}")
     taken, returned = float((c - b).mean()), float((a - b).mean())
     if taken == 0:
-        raise ShaketableError("the fault takes nothing: there is no share of it")
+        raise ShaketableError("the fault costs nothing, so there is nothing to recover")
 
     def excess(share: float) -> float:
         """Below 0 inside of the interval."""

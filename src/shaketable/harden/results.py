@@ -104,7 +104,7 @@ Made by `shaketable harden` from `{base}`, to stand
 {_table(found)}
 
 Scores are {found["measure"]}, on {found["before"][0]["n"]} {tests}; KL is KL(clean‖this), in nats a token, on
-completions of the clean model. Recovered is the share of what the fault takes, with its 95 % interval. The weights are
+completions of the clean model. Recovered is the share of the fault's cost, with its 95 % interval. The weights are
 ordinary: nothing of Shaketable is needed to load them. Run {found["id"]}, seed {config.seed}.
 """
 

@@ -106,7 +106,7 @@ class Hardening:
                 hint = (
                     f"--micro-batch {max(1, (self.config.micro_batch or self.config.batch) // 4)}, --checkpointing or --lora 16"
                 )
-                raise ShaketableError(f"not enough memory for {rung}: begin anew with {hint}") from error
+                raise ShaketableError(f"not enough memory for {rung}: start again with {hint}") from error
         self._finish()
 
     def _first_look(self) -> None:

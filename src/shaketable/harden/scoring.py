@@ -38,7 +38,7 @@ def forward_part(text: str, seed: int) -> Plan:
         if "forward" in c.site.directions
     )
     if not clauses:
-        raise PlanError(f"{text} acts backward only: a model that is used has no backward pass, and nothing to stand")
+        raise PlanError(f"{text} acts backward only, and using a model has no backward pass")
     return plan.model_copy(update={"clauses": clauses})
 
 
@@ -148,7 +148,7 @@ def check_worth(before: list[dict[str, Any]], names: list[str]) -> None:
         lost = paired(scores(before, name), scores(before, CLEAN))
         if not lost.distinguishable or lost.difference <= 0:
             half = 100 * (lost.interval.high - lost.interval.low) / 2
-            takes = f"{name}: the fault takes {100 * lost.difference:.1f} ± {half:.1f} points"
+            takes = f"{name}: the fault costs {100 * lost.difference:.1f} ± {half:.1f} points"
             raise ShaketableError(f"{takes}: there is nothing to harden against; a larger --limit would see smaller losses")
 
 

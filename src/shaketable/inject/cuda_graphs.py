@@ -79,7 +79,7 @@ class DeviceTable:
             raise PlanError("a plan cannot be changed while a graph is being captured")
         for tap, fault in self._frozen:
             if tap.fault is not fault:
-                raise PlanError(f"{tap.site.label}: {fault.text()} was captured into a CUDA graph as it was; capture it anew")
+                raise PlanError(f"{tap.site.label}: {fault.text()} is part of a captured CUDA graph; capture the graph again")
         if self._step != self.injection.step:
             self._step = self.injection.step
             self.clock.fill_(signed(mix64(self._step), 64))

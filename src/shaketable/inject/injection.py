@@ -273,7 +273,7 @@ class Injection:
     @phase.setter
     def phase(self, phase: str) -> None:
         if not self.sampler:
-            raise PlanError("only the models of a sampling engine are told their phase; elsewhere write `with st.phase(...)`")
+            raise PlanError("only a sampling engine sets the phase of its models; elsewhere write `with st.phase(...)`")
         if phase not in PHASES:
             raise PlanError(f"unknown phase {phase!r}; {nearest(phase, PHASES)}")
         self.calls.phase = phase

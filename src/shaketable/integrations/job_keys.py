@@ -162,7 +162,7 @@ def unread(config: Mapping[str, Any], asked: list[str], plan: str | None, progra
     if not isinstance(trainer, Mapping) or "v1" not in trainer or "actor_rollout_ref" not in config:
         reads = f"{program} of verl {verl} does not read {', '.join(asked)}: nothing would be injected"
         instead = f"shaketable run --plan {shlex.quote(plan or 'PLAN')} -- …, without these keys"
-        return f"{reads}; verl.trainer.main_ppo of verl {RELEASES} does, and any job is shaken by: {instead}"
+        return f"{reads}; verl.trainer.main_ppo of verl {RELEASES} does, and any job can be run with: {instead}"
     if not loaded:
         chosen = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
         why = "its entry point is not installed" if chosen == "auto" else f"VERL_USE_EXTERNAL_PLUGINS={chosen} leaves it out"
@@ -180,7 +180,7 @@ def _before_ray(asked: list[str]) -> None:
     @functools.wraps(init)
     def check_and_init(*args: Any, **kwargs: Any) -> Any:
         if not _read:
-            _end(f"Ray starts, and nobody has read {', '.join(asked)}; call verl.utils.config.validate_config(config) before")
+            _end(f"Ray starts, and nothing has read {', '.join(asked)}; call verl.utils.config.validate_config(config) before")
         return init(*args, **kwargs)
 
     check_and_init.shaketable = True  # type: ignore[attr-defined]

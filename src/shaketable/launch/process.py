@@ -270,7 +270,7 @@ class Reports:
                 return
             except OSError:
                 pass
-            sys.stderr.write(f"shaketable: {line} (process {os.getpid()}; the program goes on)\n")
+            sys.stderr.write(f"shaketable: {line} (process {os.getpid()}; the program continues)\n")
             sys.stderr.flush()
 
 

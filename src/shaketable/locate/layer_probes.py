@@ -247,7 +247,7 @@ def twin(part: ProbedPart) -> Finding:
     if isinstance(circuit := part.circuit, str):
         return unknown(circuit)
     if part.traced.has_past:
-        return unknown("the layer is given keys and values, which are in no other gauge")
+        return unknown("the layer is given keys and values, which cannot be transformed with the weights")
     powers = part.layer.x.dtype != torch.float16
     found, other = _in_gauge(part, circuit, powers)
     if found is not None and powers and not (twins.stays_normal(part.recording) and twins.stays_normal(other)):
@@ -259,7 +259,7 @@ def twin(part: ProbedPart) -> Finding:
     }
     if found is None:
         return Finding(Result("pass", 0.0), coverage=compared)
-    text = f"a twin in another gauge differs in {found.share:.1%} of the values"
+    text = f"a twin differs in {found.share:.1%} of the values"
     size = part.layer.x.shape[-1] if found.path is None else None
     evidence = Evidence(part.index, found.path, None, "twin", text, "asymmetric", found.lanes, size, after=found.after)
     return Finding(Result("fail", found.share, found.path, text), [evidence], compared)

@@ -106,7 +106,7 @@ def circuit_of(layer: nn.Module, config: Any) -> Circuit | str:
     kind = getattr(text, "model_type", None)
     wiring = WIRINGS.get(kind or "")
     if wiring is None:
-        return f"no gauge is known for the architecture {kind or type(layer).__name__}"
+        return f"no symmetries are known for the architecture {kind or type(layer).__name__}"
     try:
         return _Wiring(layer, text).circuit(wiring)
     except (AttributeError, _UnwiredError) as error:

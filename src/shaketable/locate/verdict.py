@@ -23,7 +23,7 @@ ASSUMPTIONS = {
 NOT_SEEN_BY_TWINS = (
     "gain, truncation or a stuck mantissa bit of an operator, on all channels or few",
     "a dead zone or saturation relative to a maximum, on all channels of what is added to the residual stream",
-    "any deterministic fault on all channels of the MLP's gate or activation, which has no gauge",
+    "any deterministic fault on all channels of the MLP's gate or activation, which have no symmetry",
     "an operator that computes another function with the same symmetries: another eps, a fast activation, another scale",
     "a wrong weight",
     "a fault of whole tokens that is the same for all channels: a residual row that is left out, another rotation of a token, "
@@ -37,7 +37,7 @@ NOT_SEEN_IN_FEW_BITS = (
 NOT_SEEN_BY_REPLAY = (
     "an error smaller than the rounding interval of its operator",
     "an error that needs other tokens, lengths or batch sizes than these to show",
-    "an error that came in none of the calls that were made",
+    "an error that occurred in none of the calls",
 )
 
 

@@ -61,7 +61,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise ShaketableError(f"{where} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ShaketableError(f"{where} is no JSON object; {WANTED}")
+        raise ShaketableError(f"{where} is not a JSON object; {WANTED}")
     return found
 
 
@@ -73,7 +73,7 @@ def _rollout(line: dict[str, Any], where: str) -> Rollout:
     prompt, completion, logprobs = (_field(line, names, where) for names in (PROMPT, COMPLETION, LOGPROBS))
     for what, ids in (("prompt", prompt), ("completion", completion)):
         if (bad := next((x for x in ids if not isinstance(x, int) or isinstance(x, bool)), None)) is not None:
-            raise ShaketableError(f"{where}: {bad!r} in the {what} is no token id")
+            raise ShaketableError(f"{where}: {bad!r} in the {what} is not a token id")
     if len(logprobs) != len(completion):
         raise ShaketableError(f"{where}: {len(logprobs)} log-probabilities for {len(completion)} tokens of the completion")
     candidates = line.get("logprob_token_ids") or [None] * len(completion)
@@ -122,7 +122,7 @@ def _own_logprob(value: Any, token: int, candidates: list[int] | None, where: st
     if own is None and isinstance(value, dict | list):
         raise ShaketableError(f"{where} has candidates, and it is not among them")
     if not isinstance(own, int | float) or isinstance(own, bool):
-        raise ShaketableError(f"{where}: {own!r} is no log-probability")
+        raise ShaketableError(f"{where}: {own!r} is not a log-probability")
     return float(own)
 
 

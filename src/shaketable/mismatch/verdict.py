@@ -148,7 +148,7 @@ def _unclosed(shares: Shares | None) -> tuple[str, str] | None:
     if shares is None or shares.closure is None:
         return "shares", "the gap is more than rounding, and the operators' differences were not put into the trainer"
     if shares.explained < REPRODUCES and not shares.closure.explained:
-        given = f"their differences give back {max(shares.explained, 0):.0%} of the gap"
+        given = f"their differences explain {max(shares.explained, 0):.0%} of the gap"
         return "operators", f"no operator is outside of its rounding interval, but {given}"
     if not shares.closure.explained and shares.closure.mean_ratio > LEFT:
         return "shares", f"the operators' differences leave more than rounding: {shares.closure.says}"

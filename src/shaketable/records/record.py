@@ -178,7 +178,7 @@ class RunRecord:
         """
         found = self.events("finished")
         if not found:
-            raise ShaketableError(f"the run in {self.folder} is not finished; go on with --resume {self.folder}")
+            raise ShaketableError(f"the run in {self.folder} is not finished; resume it with --resume {self.folder}")
         return found[-1]
 
     def sealed(self) -> dict[str, Any] | None:
@@ -191,7 +191,7 @@ class RunRecord:
         except OSError as error:
             raise ShaketableError(f"cannot read {path}: {error.strerror or error}") from None
         if found is None or not is_seal(found):
-            raise ShaketableError(f"{path} is damaged: it is no seal")
+            raise ShaketableError(f"{path} is damaged: it is not a seal")
         return found
 
     def _lines(self, reading: ChainReader | None = None) -> Iterator[dict[str, Any]]:
@@ -312,7 +312,7 @@ class ChainReader:
             raise ShaketableError(f"{self.path} is of another version: schema {event['schema']!r}")
         if event is None or not is_event(event):
             what = f"was changed at line {self.lines}" if carried != self.sha else "is damaged"
-            raise ShaketableError(f"{self.path} {what}: line {self.lines} is no event")
+            raise ShaketableError(f"{self.path} {what}: line {self.lines} is not an event")
         if carried != self.sha:
             raise ShaketableError(f"{self.path} was changed at line {self.lines}")
         return event

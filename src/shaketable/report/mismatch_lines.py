@@ -101,5 +101,5 @@ def _shares(found: Shares | None) -> str:
         return "not measured"
     if not found.families:
         return "no operator differs"
-    given = f"they give back {found.explained:.0%} of the gap, token by token"
+    given = f"they explain {found.explained:.0%} of the gap, token by token"
     return f"KL {found.kl:.3g} of all differences together; {given}"

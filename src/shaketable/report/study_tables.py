@@ -107,7 +107,7 @@ def recovered_table(f: Findings) -> StudyTable:
         ]
         for r, c in zip(rows, drawn, strict=True)
     ]
-    columns = {"arm": "", "condition": "", "the fault takes": "interval", "before → after": "interval"}
+    columns = {"arm": "", "condition": "", "cost of the fault": "interval", "before → after": "interval"}
     columns |= {"clean before → after": "interval", "recovered, 95 % interval": "interval"}
     return StudyTable("Recovered", columns, cells, forest_axis(x, "%"))
 

@@ -132,7 +132,7 @@ def _write(found: ForeignRun, cell: Cell, study: str, runs: Path, folder: Path) 
 def _read(folder: Path, cell: Cell, scores: Mapping[str, Path], metrics: Path | None) -> ForeignRun:
     """The run in a folder as that of a cell; raises in one line when it is another, or not whole."""
     if not folder.is_dir():
-        raise ShaketableError(f"there is no run in {folder}: it is no folder")
+        raise ShaketableError(f"there is no run in {folder}: it is not a folder")
     if (folder / FILE).is_file():
         if scores or metrics:
             raise ShaketableError(f"{folder} is a run record and has its own scores; drop --scores and --metrics")
@@ -154,7 +154,7 @@ def _from_record(folder: Path, cell: Cell) -> ForeignRun:
     record = RunRecord.open(folder)
     finished = record.events("finished")
     if record.head["verb"] not in ("train", "harden", "evaluate") or not finished:
-        raise ShaketableError(f"{folder} is no finished run of train, harden or a study")
+        raise ShaketableError(f"{folder} is not a finished run of train, harden or a study")
     config = record.config
     plans = [config["plan"]] if config.get("plan") else list(config.get("plans", ()))
     had = {name: config.get(name) for name in ("model", "task", "seed")} | {"plan": ";".join(plans) or None}

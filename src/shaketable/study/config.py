@@ -364,7 +364,7 @@ class StudyConfig(StudyPart):
             return
         self._known(f"arms.{name}.after", "arm", arm.after, self.arms)
         if self.arms[arm.after].kind != "harden":
-            raise ValueError(f"arms.{name}.after: {arm.after} is not hardened, and leaves no model to go on from")
+            raise ValueError(f"arms.{name}.after: {arm.after} is not hardened, so it has no model to continue from")
         if self.keep != "weights":
             raise ValueError(f"arms.{name}.after needs the weights of {arm.after}: keep must be weights")
 

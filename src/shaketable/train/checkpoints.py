@@ -43,7 +43,7 @@ def writing(what: str, out: Path) -> Iterator[None]:
             raise
         why = error.strerror if isinstance(error, OSError) else None
         why = why or (str(error).splitlines() or [type(error).__name__])[0]
-        hint = f"what was saved before is kept; make room and go on with --resume {out}"
+        hint = f"what was saved before is kept; free some space and resume with --resume {out}"
         raise ShaketableError(f"cannot write {what} in {out}: {why}; {hint}") from error
 
 
@@ -84,7 +84,7 @@ def made_of(record: RunRecord, now: dict[str, str]) -> dict[str, Any] | None:
     known = next(iter(record.events("made_of")), None)
     for what, content in now.items():
         if known is not None and known.get(what, content) != content:
-            raise ShaketableError(f"the {what} are not those that the run in {record.folder} began with; begin anew")
+            raise ShaketableError(f"the {what} have changed since the run in {record.folder} began; start a new run")
     return known
 
 
@@ -94,7 +94,7 @@ def check(folder: Path, files: dict[str, str]) -> None:
     if names := sorted(name for name in {*files, *now} if files.get(name) != now.get(name)):
         raise ShaketableError(
             f"{folder} is not what this run saved: {names[0]} was {_fate(names[0], files, now)}; "
-            "move the folder away to go on from an earlier checkpoint, or from the start"
+            "move the folder away to resume from an earlier checkpoint, or from the start"
         )
 
 

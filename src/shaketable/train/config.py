@@ -53,7 +53,7 @@ class RunConfig(ConfigModel):
     @model_validator(mode="after")
     def _warm_start_fits(self) -> Self:
         if self.warm_start and self.lora:
-            raise ValueError("a warm start trains all weights, and lora leaves them as its base has them; drop one of the two")
+            raise ValueError("a warm start trains all weights, and lora freezes them; drop one of the two")
         return self
 
 

@@ -56,7 +56,7 @@ def check_answers(task: Task) -> None:
     for problem in sample(task, "train", min(have, 16), SEED):
         if not score_of(task, problem, problem.answer).correct:
             what = f"{problem.answer!r}, its own answer to {problem.id}"
-            raise ShaketableError(f"no warm start on {task.name}: {what}, is not right when it is written as it stands")
+            raise ShaketableError(f"no warm start on {task.name}: {what}, is not scored as right")
 
 
 def warm_start(config: RunConfig, task: Task, model: Any, tokenizer: Any, tell: Tell) -> dict[str, Any]:

@@ -52,9 +52,9 @@ def test_a_format_is_a_point_without_a_magnitude():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"magnitudes": (0.1, -1)}, "-1 is no magnitude"),
-        ({"magnitudes": (float("nan"),)}, "nan is no magnitude"),
-        ({"magnitudes": (float("inf"),)}, "inf is no magnitude"),
+        ({"magnitudes": (0.1, -1)}, "-1 is not a magnitude"),
+        ({"magnitudes": (float("nan"),)}, "nan is not a magnitude"),
+        ({"magnitudes": (float("inf"),)}, "inf is not a magnitude"),
         ({"magnitudes": (0.1, 0.2, 0.1)}, "0.1 is given twice"),
         ({"models": ("nano", "nano")}, "nano is named twice"),
         ({"models": ()}, "models"),

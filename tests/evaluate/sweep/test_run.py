@@ -168,7 +168,7 @@ def test_other_problems_are_not_mixed_in(tmp_path):
     record = new(tmp_path / "run", config(task=str(mine), n=4))
     Sweep(config(task=str(mine), n=4), record)
     mine.write_text(mine.read_text().replace("3+1", "3+2"))
-    with pytest.raises(ShaketableError, match="are not those that this sweep began with"):
+    with pytest.raises(ShaketableError, match="have changed since this sweep began"):
         resumed(tmp_path / "run")
 
 

@@ -46,7 +46,7 @@ def test_a_worker_that_injects_nothing_stops_the_program():
 def test_a_broken_plugin_stops_a_program_with_a_plan_in_its_environment(broken):
     result = offline(PYTHONPATH=broken, SHAKETABLE_PLAN=PLAN)
     assert result.returncode == 2
-    assert "shaketable cannot shake this vLLM: ImportError: not the pydantic" in printed(result)
+    assert "shaketable cannot inject faults into this vLLM: ImportError: not the pydantic" in printed(result)
     assert "answers" not in result.stdout
 
 
@@ -55,7 +55,7 @@ def test_a_broken_plugin_stops_a_program_whose_config_has_a_plan(broken):
     code = f"from vllm import LLM; LLM({str(NANO)!r}, enforce_eager=True, max_model_len=64, gpu_memory_utilization=0.1, additional_config={body}); print('went on')"
     result = run(sys.executable, "-c", code, PYTHONPATH=broken)
     assert result.returncode != 0
-    assert "shaketable cannot shake this vLLM" in printed(result)
+    assert "shaketable cannot inject faults into this vLLM" in printed(result)
     assert "went on" not in result.stdout
 
 
@@ -86,7 +86,7 @@ def test_a_vllm_that_is_not_the_one_we_know_stops_a_program_with_instructions(tm
     )
     result = offline(PYTHONPATH=str(tmp_path), SHAKETABLE_PLAN=PLAN)
     assert result.returncode == 2
-    assert "shaketable cannot shake this vLLM: AttributeError" in printed(result)
+    assert "shaketable cannot inject faults into this vLLM: AttributeError" in printed(result)
     assert "answers" not in result.stdout
 
 

@@ -67,7 +67,7 @@ def test_what_vllm_cannot_do_is_refused_in_one_line(tmp_path):
     for more, said in (
         (["--task", "text", "--plan", "mxfp4@module.linear"], "is read, not solved: use --engine hf"),
         (["--task", "arithmetic", "--plan", "mxfp4@module.linear", "--device", "cpu"], "drop --device"),
-        (["--task", "arithmetic", "--plan", "mxfp4@module.linear", "--engine-args", "[1]"], "is no JSON object"),
+        (["--task", "arithmetic", "--plan", "mxfp4@module.linear", "--engine-args", "[1]"], "is not a JSON object"),
     ):
         done = run(*words, *more)
         assert done.returncode == 2

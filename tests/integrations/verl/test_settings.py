@@ -392,7 +392,7 @@ def test_the_order_of_noise_and_fault_reaches_the_workers_or_is_refused(tmp_path
     aqn = "constant:0.05,form=output,layers=3,where=both,order=before"
     made = shaking(tmp_path, plan="dead_zone:0.01@layer.3", aqn=aqn)
     assert [made.instructions(role, 1).aqn for role in ("sampler", "actor")] == [aqn, aqn]
-    with pytest.raises(ShaketableError, match="order=before, and there is no plan here to come before"):
+    with pytest.raises(ShaketableError, match="order=before needs a plan, and there is none"):
         shaking(tmp_path, plan="dead_zone:0.01@layer.3", plan_in="actor", aqn=aqn)
 
 

@@ -134,7 +134,7 @@ def test_a_worker_that_does_not_answer_stops_the_run(tmp_path):
     workers = VerlWorkers(tmp_path, {"sampler": ORDERS}, size=2, patience=0)
     for rank in range(2):
         Worker(tmp_path, rank=rank).file.flush(1 - rank)
-    with pytest.raises(ShaketableError, match=r"sampler 1 \(pid \d+\) was told to report, and did not"):
+    with pytest.raises(ShaketableError, match=r"sampler 1 \(pid \d+\) did not report when asked"):
         workers.read(1)
 
 
@@ -176,7 +176,7 @@ def test_a_worker_with_other_instructions_stops_the_run(tmp_path):
 def test_a_worker_that_a_call_did_not_reach_stops_the_run(tmp_path):
     run = Run(tmp_path, {"sampler": ORDERS}, size=2)
     run.workers[0].state["step"] = 1
-    with pytest.raises(ShaketableError, match=r"sampler 1 .* has step 0 and was told 1: the call got lost"):
+    with pytest.raises(ShaketableError, match=r"sampler 1 .* has step 0 and was told 1: the call was lost"):
         run.read().check_samplers(step=1)
 
 

@@ -91,13 +91,13 @@ def test_runs_that_others_made_must_have_ended_after_the_first_version(tmp_path,
 def test_a_definition_that_is_a_record_of_something_else_cannot_tell(tmp_path):
     RunRecord.create(tmp_path / "definition", "train", {}, {}).append("defined", config=described(TWO), after_results=False)
     why = f"{tmp_path / 'definition'} holds no run of `shaketable study` that this version can resume"
-    assert changes(TWO, tmp_path, []) == (False, [f"when the comparison was named cannot be told: {why}"])
+    assert changes(TWO, tmp_path, []) == (False, [f"it is unknown when the comparison was named: {why}"])
 
 
 def test_a_definition_that_was_stopped_before_it_was_written_cannot_tell(tmp_path):
     RunRecord.create(tmp_path / "definition", "study", {}, {})
     found = changes(TWO, tmp_path, [])
-    assert not found[0] and found[1][0].startswith("when the comparison was named cannot be told: there is no study in")
+    assert not found[0] and found[1][0].startswith("it is unknown when the comparison was named: there is no study in")
 
 
 def test_what_decides_and_what_does_not_are_two_notes_in_this_order(tmp_path, monkeypatch):

@@ -101,7 +101,7 @@ class SweepConfig(ConfigModel):
         except json.JSONDecodeError:
             found = None
         if not isinstance(found, dict):
-            raise ValueError(f'{given!r} is no JSON object such as {{"tensor_parallel_size": 2}}')
+            raise ValueError(f'{given!r} is not a JSON object such as {{"tensor_parallel_size": 2}}')
         return found
 
     @field_validator("magnitudes")
@@ -110,7 +110,7 @@ class SweepConfig(ConfigModel):
         if magnitudes is None:
             return None
         if bad := [m for m in magnitudes if not (math.isfinite(m) and m >= 0)]:
-            raise ValueError(f"{bad[0]:g} is no magnitude; give numbers of 0 or more")
+            raise ValueError(f"{bad[0]:g} is not a magnitude; give numbers of 0 or more")
         if twice := [m for m in magnitudes if magnitudes.count(m) > 1]:
             raise ValueError(f"{twice[0]:g} is given twice")
         return tuple(sorted(m + 0.0 for m in magnitudes))

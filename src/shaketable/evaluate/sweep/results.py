@@ -224,9 +224,9 @@ def _notes(config: SweepConfig, points: list[dict[str, Any]]) -> list[str]:
         if point["magnitude"] == 0 and point.get("cut"):
             found.append(f"{point['model']}: {point['cut']} of {point['n']} texts exceed its context; their beginning was read")
     lost = [p for p in points if p["kl"] is None and config.engine == "hf"]
-    found += [f"{p['model']} at {p['plan']}: KL is not finite, the logits are no numbers" for p in lost]
+    found += [f"{p['model']} at {p['plan']}: KL is not finite, the logits are not numbers" for p in lost]
     if config.engine == "vllm":
-        found.append("computed by vLLM, which hands out no whole distributions: there is no KL")
+        found.append("computed by vLLM, which returns no full distributions: there is no KL")
     for point in points:
         found += [f"{point['model']}, {s['fault']}@{s['site']}: {s['remark']}" for s in point["ledger"] if s["remark"]]
     return found

@@ -73,7 +73,7 @@ class Sweep:
         if not known:
             record.append("sample", task=self.task.describe(), n=len(self.problems), sha256=content)
         elif known["sha256"] != content:
-            raise ShaketableError(f"the problems of {config.task} are not those that this sweep began with; begin anew")
+            raise ShaketableError(f"the problems of {config.task} have changed since this sweep began; start a new one")
 
     def run(self) -> None:
         """Measure every point that is not recorded yet."""
@@ -113,7 +113,7 @@ class Sweep:
         if not known:
             self.record.append("model", model=name, **facts, batch_size=evaluator.batch_size)
         elif known["weights"] != facts["weights"]:
-            raise ShaketableError(f"the weights of {name} are not those that this sweep began with; begin anew")
+            raise ShaketableError(f"the weights of {name} have changed since this sweep began; start a new one")
         return evaluator
 
     def _point(self, name: str, setting: Setting, evaluator: Evaluator | VllmEvaluator) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Sweep:
             why = str(error).removesuffix(" (allow_inert=True accepts this)")
             raise InertError(f"{name} at {setting.name}: {why}; no point is written, earlier ones are kept") from None
         except torch.OutOfMemoryError as error:
-            hint = f"a batch of {evaluator.batch_size} does not fit; begin anew with a smaller --batch-size"
+            hint = f"a batch of {evaluator.batch_size} does not fit; start a new sweep with a smaller --batch-size"
             raise ShaketableError(f"{name} at {setting.name}: {hint}") from error
 
     def _drift(self, name: str, setting: Setting, evaluator: Evaluator | VllmEvaluator) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def _own(name: str) -> type[Task]:
     module = _file(source) if source.endswith(".py") else _module(source)
     task = vars(module).get(wanted)
     if not _is_task(task):
-        why = "is not there" if task is None else "is no subclass of Task"
+        why = "is not there" if task is None else "is not a subclass of Task"
         others = [key for key, value in vars(module).items() if _is_task(value)]
         raise ShaketableError(f"{name} {why}; {nearest(wanted, others) if others else 'nor is there any other task'}")
     if inspect.isabstract(task):

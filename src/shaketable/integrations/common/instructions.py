@@ -52,7 +52,7 @@ class Instructions(BaseModel):
         if self.plan is not None:
             Plan.parse(self.plan, seed=self.seed)
         if self.aqn is not None and AQN.load(self.aqn).order == "before" and self.plan is None:
-            raise ShaketableError(f"{self.aqn}: order=before, and there is no plan here to come before; drop order")
+            raise ShaketableError(f"{self.aqn}: order=before needs a plan, and there is none; drop order")
         return self
 
     @classmethod

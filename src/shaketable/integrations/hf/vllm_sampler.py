@@ -141,4 +141,4 @@ def _refuse_rollouts(plan: Plan | None, aqn: AQN | None, why: str) -> None:
         raise PlanError(f"AQN acts in rollouts: {why}; sample with the model itself, or with vllm_mode='colocate'")
     for clause in plan.clauses if plan is not None else ():
         if "rollout" in clause.site.phase:
-            raise PlanError(f"{clause.text()}: {why}; write phase=train for what is to act in training alone")
+            raise PlanError(f"{clause.text()}: {why}; write phase=train for faults that act in training only")

@@ -83,7 +83,7 @@ class VerlWorkers:
                 "shaketable must be installed for all workers, and all must be able to write to that folder"
             )
         late = next((report for report in found if report["mark"] < mark), None)
-        return None if late is None else f"{name(late)} was told to report, and did not: the call got lost"
+        return None if late is None else f"{name(late)} did not report when asked: the call was lost"
 
     def check_in(self) -> None:
         """Every worker acts on the instructions it was given."""
@@ -98,7 +98,7 @@ class VerlWorkers:
         for report in self.now["sampler"]:
             for key, value in told.items():
                 if report[key] != value:
-                    raise ShaketableError(f"{name(report)} has {key} {report[key]!r} and was told {value!r}: the call got lost")
+                    raise ShaketableError(f"{name(report)} has {key} {report[key]!r} and was told {value!r}: the call was lost")
 
     def check_clean(self) -> None:
         """Before a validation without faults: no weight of a sampler holds one."""

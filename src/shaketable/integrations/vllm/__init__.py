@@ -74,7 +74,7 @@ def register() -> None:
     try:
         _install()
     except Exception as error:
-        _refuse_instructions(f"shaketable cannot shake this vLLM: {type(error).__name__}: {error}")
+        _refuse_instructions(f"shaketable cannot inject faults into this vLLM: {type(error).__name__}: {error}")
 
 
 def _install() -> None:

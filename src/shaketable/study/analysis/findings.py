@@ -80,7 +80,9 @@ def run_findings(folder: Path) -> Findings:
     evaluation = run.last("evaluation") or {"conditions": []}
     conditions = {c["name"]: c["plan"] for c in evaluation["conditions"]}
     name = str(run.arm or folder.name)
-    sentence = "One run concludes nothing about a recipe: another seed may end elsewhere. This page tells what happened in it."
+    sentence = (
+        "One run concludes nothing about a recipe: another seed may give another result. This page reports what happened in it."
+    )
     about: dict[str, Any] = {"model": config.model, "task": config.task, "seeds": (config.seed,)}
     plans: dict[str, Any] = {"plan": config.plan, "plan_in": config.plan_in, "aqn": config.aqn}
     return Findings(
@@ -273,7 +275,7 @@ def changes(study: StudyConfig, folder: Path, runs: Sequence[Run]) -> tuple[bool
     try:
         versions = definitions(folder)
     except ShaketableError as error:
-        return False, [f"when the comparison was named cannot be told: {error}"]
+        return False, [f"it is unknown when the comparison was named: {error}"]
     ended = _first_end(folder, runs)
     if ended is None:
         return True, []
@@ -346,7 +348,7 @@ def _elsewhere(runs: Sequence[Run]) -> list[str]:
         [f"{len(added)} of {len(runs)} runs were made elsewhere and added: {', '.join(n for n, _ in added)}"] if added else []
     )
     if bare := [name for name, e in added if not e["ledger"]]:
-        why = "have no ledger: nothing but the one who added them says that no fault acted in them"
+        why = "have no ledger: only the person who added them vouches that no fault acted in them"
         notes.append(f"{', '.join(bare)} {why}")
     return notes
 
