@@ -20,33 +20,31 @@ PAGE = ROOT / "docs" / "origin-documents.md"
 HEAD = """\
 # The origin's documents, command by command
 
-Five documents describe the study that this project re-implements. Whatever they print (commands, keys, variables, experiments
-by their numbers) is listed here with what does it in Shaketable. *As it stands* means that verl's command line or config
-takes it unchanged, once Shaketable is installed beside verl: it is read as the plan and the AQN that are shown, and the job
-prints that.
+Five documents describe the origin study. This page lists every command, key, variable and numbered experiment in them with
+its counterpart in Shaketable. *As it stands* means that verl's command line or config accepts it unchanged once Shaketable is
+installed beside verl: it is read as the plan and the AQN shown here, and the job prints them.
 
 - **Scripts.** They need the origin's patched verl. `shaketable run -- bash scripts/test_noisy_ops_a100.sh 1e-4 8` runs
   nothing and prints the commands to use instead; `MODEL_PATH` and `TRAIN_DATA` in front of it are carried over. The recipes
   of `examples/verl/` ship with the package, and are those of the documents: Qwen2.5-1.5B-Instruct, GSM8K, 8 GPUs, 128 prompts
   a step with 5 answers each, learning rate 5e-7, 2 epochs of 58 steps. Each experiment and each SEED has a folder.
 - **Keys without `+`.** verl's config does not have the origin's keys, and Hydra refuses
-  `trainer.hw_error_injection.enabled=True`. The driver puts `++` in front of such keys before Hydra reads them, and prints
-  that it did.
-- **vLLM.** A sampler that captures CUDA graphs replays them without faults, so a job with faults in activations is told to
-  add `actor_rollout_ref.rollout.enforce_eager=True`; the recipes have it.
+  `trainer.hw_error_injection.enabled=True`. The driver puts `++` in front of such keys before Hydra reads them, and says so.
+- **vLLM.** A sampler that captures CUDA graphs replays them without faults, so a job with faults in activations must
+  have `actor_rollout_ref.rollout.enforce_eager=True`; the recipes have it.
 - **VERL_NOISY_OPS_\\*** are read in jobs of verl, by every worker. `train`, `sweep`, `harden` and `study` refuse to start
   while they ask for noise, and name the plan to use instead.
 - **Sizes.** bfloat16 rounds relative errors of 1e-5 and 1e-4 away. A job of verl that asks for them in bfloat16 is refused
   before Ray starts; recipes compute in float32 with `DTYPE=float32`, in sampler and trainer.
-- **Metrics** keep verl's names, `val-core/openai/gsm8k/acc/mean@1` and `critic/rewards/mean`; what was injected stands beside
-  them, under `shaketable/`. `VLLM_ASCEND_ENABLE_NZ=0` and other variables of vLLM are passed through.
-- **E7a to E7c** have "4 epochs, 232 steps, batch 64". These do not go together: 7473 problems in batches of 64 are 116 steps
+- **Metrics** keep verl's names, `val-core/openai/gsm8k/acc/mean@1` and `critic/rewards/mean`; injected faults are logged
+  beside them, under `shaketable/`. `VLLM_ASCEND_ENABLE_NZ=0` and other variables of vLLM are passed through.
+- **E7a to E7c** have "4 epochs, 232 steps, batch 64". These contradict each other: 7473 problems in batches of 64 are 116 steps
   an epoch, in batches of 128 they are 58, and 4 times that is 232. The documents have boundaries for two epochs only, so
   E7c's four are geometric.
 - **The study** column names the arms that ask the same question with seeds and statistics ([studies](studies.md)); each file
   has a command for a large model.
 
-What keys become in general is in [configs of the origin study](origin-configs.md). `scripts/origin_documents.py` makes this
+[Configs of the origin study](origin-configs.md) has the translation of every key. `scripts/origin_documents.py` writes this
 page.
 """
 

@@ -157,7 +157,7 @@ def test_other_weights_are_not_mixed_in(done, tmp_path):
             model.lm_head.weight[0, 0] += 1
         return model, tokenizer
 
-    with pytest.raises(ShaketableError, match="the weights of nano are not those"):
+    with pytest.raises(ShaketableError, match="the weights of nano have changed"):
         resumed(tmp_path / "run", load=load)
 
 
