@@ -1,4 +1,4 @@
-"""Shaketable: shake a model with the numerical errors of other hardware, and prove that the errors were there.
+"""Shaketable: inject the numerical errors of other hardware into a model, and prove that the errors were there.
 
 Names are imported when they are first used, so that plans can be read, and `--help` answered, without torch.
 """

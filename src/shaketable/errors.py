@@ -52,7 +52,7 @@ def nearest(name: str, valid: Iterable[str], shown: int = 8) -> str:
 
 
 def first_problem(error: ValidationError, skip: Container[object] = ()) -> str:
-    """What pydantic minds first, as an error line: the field, without the parts to `skip`, why, and what it was given."""
+    """The first of pydantic's complaints as an error line: the field without the parts to `skip`, the reason, the value."""
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"] if part not in skip)
     why = first["msg"].removeprefix("Value error, ")

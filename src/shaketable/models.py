@@ -157,7 +157,7 @@ def names_code(name: str) -> bool:
 
 
 def load_own(name: str, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """Call a function of somebody's own that returns a model.
+    """Call a user's function that returns a model.
 
     Args:
         name: `FILE.py:FUNCTION`; the file is run.
@@ -386,7 +386,7 @@ def _locate(name: str) -> str:
 
 
 def _check_hub(name: str) -> None:
-    """Refuse at once what could not be downloaded: huggingface_hub asks for a minute, and for every file anew."""
+    """Refuse at once what could not be downloaded: huggingface_hub tries for a minute, for each file."""
     import socket
     from urllib.parse import urlsplit
     from urllib.request import getproxies

@@ -218,7 +218,7 @@ class Plan(BaseModel):
 
 
 def _first_repeated(values: tuple[str, ...]) -> str | None:
-    """The first value that stands there twice."""
+    """The first value that occurs twice."""
     return next((value for i, value in enumerate(values) if value in values[:i]), None)
 
 

@@ -62,7 +62,7 @@ def test_the_interval_covers_what_it_says(seeds):
 def test_other_problems_and_no_loss_are_refused():
     with pytest.raises(ShaketableError, match="same problems three times"):
         share_recovered([0, 1], [1, 1, 1], [1, 1])
-    with pytest.raises(ShaketableError, match="takes nothing"):
+    with pytest.raises(ShaketableError, match="costs nothing"):
         share_recovered([0, 1], [1, 1], [1, 0])
 
 

@@ -232,7 +232,7 @@ class Recorder(TorchFunctionMode):
         return tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() in self._owned
 
     def replaced(self, module: nn.Module) -> dict[str, Tensor]:
-        """Tensors that stand in the place of a module's parameters for the time of a call, as `functional_call` puts them."""
+        """Tensors that replace a module's parameters during a call, as `functional_call` puts them."""
         return {
             f"{path}.{name}".lstrip("."): tensor
             for path, part in module.named_modules()
@@ -403,12 +403,12 @@ def watched(
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal in every value; values that are no numbers are equal to each other."""
+    """Equal in every value; NaNs are equal to each other."""
     return torch.equal(a, b) or (a.shape == b.shape and not bool(differing(a, b).any()))
 
 
 def differing(a: Tensor, b: Tensor) -> Tensor:
-    """Where two tensors differ; values that are no numbers do not differ from each other."""
+    """Where two tensors differ; NaNs do not differ from each other."""
     return (a != b) & ~(a.isnan() & b.isnan())
 
 
@@ -492,6 +492,6 @@ def _overwrites(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor has no memory of its own to look at: inside of vmap, on the meta device, or sparse."""
+    """Whether a tensor has no memory that can be read: inside of vmap, on the meta device, or sparse."""
     wrapped = bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
     return wrapped or tensor.device.type == "meta" or tensor.layout != torch.strided

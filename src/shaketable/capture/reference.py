@@ -1,4 +1,4 @@
-"""The reference that a device is held to: the model's class built anew from its config, and the weights of its file.
+"""The reference that a device is compared with: the model's class rebuilt from its config, and the weights of its file.
 
 The skeleton has parameters without values and gives definitions (which module is what, with which eps). Weights are read
 from the file when they are asked for, one layer at a time, and cast on the host to the device's dtype, as loading does.
@@ -366,7 +366,7 @@ def _rotations(part: nn.Module, expected: nn.Module) -> Iterator[Tensor]:
 
 
 def rebuilt(model: nn.Module, config: Any = None) -> nn.Module | None:
-    """The model's class built anew from its config, or from another; parameters have no values. None where it has no config."""
+    """The model's class rebuilt from its config, or from another; parameters have no values. None where it has no config."""
     config, build = config or getattr(model, "config", None), getattr(type(model), "_from_config", None)
     if config is None or build is None:
         return None
@@ -537,7 +537,7 @@ def _containers(model: nn.Module) -> str:
 
 
 def check_model(model: nn.Module, stack: str | None = None) -> None:
-    """Refuse, in one line, what cannot be judged: no layers, no values, values that are no numbers, packed weights."""
+    """Refuse, in one line, what cannot be judged: no layers, no values, NaNs, packed weights."""
     layers, _ = find_layers(model, stack)
     if not layers:
         raise ModelError(f"{type(model).__name__} has no list of decoder layers to look into; {_containers(model)}")

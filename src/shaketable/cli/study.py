@@ -103,7 +103,7 @@ def _workers(text: str | None) -> dict[str, str]:
 
 
 def _check_code(asked: StudyConfig, file: Path, allowed: bool) -> None:
-    """A task that is a class of somebody's is a program; a file from elsewhere may not run one unasked."""
+    """A task that is a Python class is a program; a study file may run one only with --allow-code."""
     if (code := _code_of(asked)) is not None and not allowed:
         raise ShaketableError(f"{file} names the task {code}, which runs Python code; read it, and allow it with --allow-code")
 
@@ -272,7 +272,7 @@ def _files(scores: list[str]) -> dict[str, Path]:
 
 
 def _reported(what: Path, replaced: list[str], store: Path) -> tuple[Findings, Path]:
-    """Findings of a study or a run, and the folder that its records lie in."""
+    """Findings of a study or a run, and the folder of its records."""
     from shaketable.records.record import FILE
     from shaketable.study.analysis.findings import run_findings
 

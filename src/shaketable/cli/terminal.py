@@ -31,7 +31,7 @@ class Bar:
 
 
 def console(stderr: bool = False) -> Console:
-    """A console without highlighting, and wide where nobody watches."""
+    """A console without highlighting; wide where the output is not a terminal."""
     found = Console(stderr=stderr, highlight=False)
     if not found.is_terminal:
         found.width = max(found.width, PIPE_WIDTH)

@@ -1,7 +1,7 @@
 """A fingerprint replayed on this device, operator by operator, teacher-forced.
 
 Every layer is called twice: once with its stored input and nothing else changed, and once with every operator held to the file.
-Then an operator reads its stored input, its result is kept, and its stored output goes on in its place. So each operator is
+Then an operator reads its stored input, its result is kept, and its stored output replaces it. So each operator is
 compared on equal inputs, and what lies *between* operators (rotation, attention, the residual additions) is computed here from
 the file's own numbers and compared at the input of the next operator, or at the layer's output.
 

@@ -47,7 +47,7 @@ Progress = Callable[[int, int, str], None]
 
 
 class FingerprintError(ShaketableError, ValueError):
-    """The file is no fingerprint, is damaged, or is that of another model."""
+    """The file is not a fingerprint, is damaged, or is that of another model."""
 
 
 class Metadata(BaseModel):
@@ -217,7 +217,7 @@ def _store_layer(store: _Tensors, call: LayerCall, reference: Reference, total: 
 
 
 def is_routed(layer: nn.Module, path: str) -> bool:
-    """Whether a module lies inside of stacked experts: the order of their rows is the device's own, and cannot be forced."""
+    """Whether a module is inside stacked experts: the order of their rows is the device's own, and cannot be forced."""
     above = [path.rsplit(".", n)[0] for n in range(1, path.count(".") + 1)]
     return any(p.dim() == 3 for name in above for p in layer.get_submodule(name).parameters(recurse=False))
 

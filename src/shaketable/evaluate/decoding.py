@@ -122,7 +122,7 @@ class Decoder:
 
 @contextmanager
 def _unplanned_attention() -> Iterator[None]:
-    """Attention without cuDNN's, which plans anew for every shape: 30 ms on an H200, and here every token is a new shape."""
+    """Attention without cuDNN's, which plans again for every shape: 30 ms on an H200, and here every token is a new shape."""
     was = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:

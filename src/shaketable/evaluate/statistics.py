@@ -383,7 +383,7 @@ def detectable(
         seeds: Training seeds of each arm. One speaks of that one run only, and `seed_sd` does not enter.
         seed_sd: Standard deviation, over training seeds, of the true difference (0.01 is one point).
         shared: How much of the disagreement is on the same problems under every seed, and is not averaged away by more of
-            them. With four seeds or more, 1 is the cautious end; 0 means that each seed disagrees anew.
+            them. With four seeds or more, 1 is the cautious end; 0 means that each seed disagrees independently.
         level: Of confidence.
         power: Wanted probability of seeing the difference.
     """

@@ -153,7 +153,7 @@ class _Layer:
         return [paths for _, paths in found]
 
     def _products(self, *streams: Stream) -> dict[str, Tensor]:
-        """What every product makes of the tokens that are fitted to, a row each."""
+        """The output of every product for the fitted tokens, a row each."""
         found: dict[str, list[Tensor]] = {}
         for stream in streams:
             for batch in stream.batches:
@@ -229,7 +229,7 @@ class Batch:
     fits: bool
     """Whether repairs are fitted to these sequences; to the others they are held up."""
     real: Tensor
-    """Which tokens are no padding."""
+    """Which tokens are not padding."""
     state: Tensor
     """The hidden state that the next layer is given."""
     beside: list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -246,7 +246,7 @@ class Stream:
     batches: list[Batch]
 
     def run(self, index: int, batch: Batch, *, clean: bool = False) -> Tensor:
-        """What a layer makes of a batch, all of it; `clean` leaves the plan out."""
+        """A layer's output for a batch, all of it; `clean` leaves the plan out."""
         args, kwargs = batch.beside[index]
         with self.students.arithmetic(), same_noise(None if clean else self.injection, batch.number):
             return next(tensors_of(self.layers[index](batch.state, *args, **kwargs)))

@@ -40,7 +40,7 @@ class Batches(Protocol):
 
 @dataclass
 class TrainingSteps:
-    """A rung that trains: `until` does its steps."""
+    """A stage that trains: `until` does its steps."""
 
     config: HardenConfig
     students: Students
@@ -49,7 +49,7 @@ class TrainingSteps:
     batches: Batches
     supervised: bool
     first: int
-    """The run's step at which the rung begins."""
+    """The run's step at which the stage begins."""
     tell: Callable[[dict[str, Any]], None]
     """Called with what every step was."""
     done: int = 0
@@ -138,7 +138,7 @@ class TrainingSteps:
         save_file(tensors, str(folder / MOMENTS))
 
     def load(self, folder: Path, done: int) -> None:
-        """Go on after `done` steps of this rung."""
+        """Resume after `done` steps of this stage."""
         self.done = done
         tensors = load_file(str(folder / MOMENTS), device=str(self.students.model.device))
         for i, parameter in enumerate(self.parameters):

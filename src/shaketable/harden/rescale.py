@@ -91,7 +91,7 @@ def _sentence(changed: int, touched: int, circuits: list[Circuit | str]) -> str:
 
 
 def circuits_of(model: Any) -> list[Circuit | str]:
-    """The wiring of every layer, from the model's class built anew, which no plan has touched; or why there is none."""
+    """The wiring of every layer, from the model's class rebuilt, which no plan has touched; or why there is none."""
     plain = rebuilt(model)
     if plain is None:
         return [f"no rescaling is known for a {type(model).__name__}"]
@@ -103,7 +103,7 @@ def _gauge(circuit: Circuit, exponents: dict[str, Tensor]) -> Gauge:
 
 
 class _Search:
-    """The search for the gauge of one layer."""
+    """The search for the scales of one layer."""
 
     def __init__(self, index: int, circuit: Circuit, plain: Stream, streams: Sequence[Stream]) -> None:
         self.index, self.circuit, self.plain, self.streams = index, circuit, plain, streams
@@ -112,7 +112,7 @@ class _Search:
         self.outputs, self.active = self._activations()
 
     def rescale(self) -> list[str]:
-        """Write the gauge with the least error into the weights; which spaces it scales."""
+        """Write the scales with the least error into the weights; returns the spaces that they scale."""
         exponents: dict[str, Tensor] = {}
         least = self._error(fits=False)
         for space in free_spaces(self.circuit):

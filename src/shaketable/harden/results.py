@@ -12,7 +12,7 @@ SCHEMA = 1
 
 
 def outcome(record: RunRecord) -> dict[str, Any]:
-    """Scores before and after every rung, shares, costs and ledgers of a finished run."""
+    """Scores before and after every stage, shares, costs and ledgers of a finished run."""
     finished = record.finished()
     return {
         **so_far(record),
@@ -56,7 +56,7 @@ def sentence(config: dict[str, Any], first: list[Any], rungs: list[Any], evaluat
 
 
 def named(rung: dict[str, Any]) -> str:
-    """A rung, and what became of it."""
+    """A stage and its result."""
     return str(rung["rung"]) if rung["kept"] else f"{rung['rung']} ({'undone' if 'undone' in rung['facts'] else 'no change'})"
 
 

@@ -131,7 +131,7 @@ class Attached(Hook):
     def _framed(self) -> Iterator[tuple[Part, str | None]]:
         """Modules that open a frame, with the operator they are as a whole: the root, containers, and exceptions.
 
-        Operators are met only where a frame is open, and any container may be recomputed by itself, so under their plans each
+        Operators are hit only where a frame is open, and any container may be recomputed by itself, so under their plans each
         opens one. Elsewhere the layers do. Noise that is held for a rollout does not depend on recomputation: the root will do.
         """
         sites = [c.site for c in self.injection.plan.clauses]
@@ -150,7 +150,7 @@ class Attached(Hook):
                 yield part, atomic
 
     def note_heads(self, passes: Mapping[str, int]) -> None:
-        """Name heads that nobody has called in so many passes of the whole model: TRL multiplies by their weight itself."""
+        """Name heads that were not called in so many passes of the whole model: TRL multiplies by their weight itself."""
         for tap in self.heads:
             note = f"{tap.spot.name} was never called: its product, if there was one, is not covered"
             notes = self.injection.sites[tap.clause].notes

@@ -269,7 +269,7 @@ class DeviceTables:
     def close(self) -> None:
         """Free the tables, now: the garbage collector might do so during a capture.
 
-        Replays of a graph that was captured with a table go on reading and writing there, so that table stays for the rest of
+        Replays of a graph that was captured with a table keep reading and writing there, so that table stays for the rest of
         the process: a few hundred kilobytes.
         """
         _outliving.extend(table for table in self.all if table.is_used)

@@ -1,4 +1,4 @@
-"""Counts passes for the judge of "this clause did nothing" (`ledger/inert.py`), so that it can be asked while a run goes on.
+"""Counts passes for the judge of "this clause did nothing" (`ledger/inert.py`), so that it can be asked during a run.
 
 A pass of a whole model counts for a clause that was **on** in it: its phase is that of the pass, its magnitude is not 0, and it
 matches a site of the model. A pass that raised or was recomputed does not count. A clause that acts backward only counts once a
@@ -51,7 +51,7 @@ class InertCheck:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew (a forked child has done nothing yet)."""
+        """Start over (a forked child has done nothing yet)."""
         self.phases = Counter(dict.fromkeys(PHASES, 0))
         """Passes of whole models. Others may be reading: no key is ever added."""
         self.waiting = {i: _Clause() for i in range(len(self.injection.faults))}

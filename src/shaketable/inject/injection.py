@@ -57,7 +57,7 @@ def inject(
         model: Any PyTorch module.
         plan: A line of the plan language, a YAML file, or a `Plan`.
         seed: Keys all noise; overrides the plan's own.
-        step: Where a resumed run goes on; see `Injection.step`.
+        step: Where a resumed run continues; see `Injection.step`.
         rank: Keys the noise of this process; by default the distributed rank, as it is when a pass begins.
         allow_inert: Accept a plan that never fires or changes nothing.
 
@@ -76,7 +76,7 @@ def inject(
 
 
 def open_injection(model: nn.Module) -> Injection | None:
-    """An injection of this very model that `enable` switched on and nobody closed: no `with` and no AQN will end it."""
+    """An injection of this very model that `enable` switched on and that was not closed: no `with` and no AQN will end it."""
     on = (injection for injection in list(_alive) if injection.enabled and not injection.hold and not injection.depth)
     return next((injection for injection in on if any(attached.model is model for attached in injection.models)), None)
 
@@ -148,7 +148,7 @@ class Injection:
         """Asked when a pass begins: True leaves it alone although the plan is on (a reference with the policy's weights)."""
         self.closed = False
         self.fires = 0
-        """Grows with every fire; whoever keeps a copy of the ledger sees that it is out of date."""
+        """Grows with every fire, so that a copy of the ledger can be seen to be out of date."""
         self._models: list[Callable[[], Attached | None]] = []
         self.has_operators = any(c.site.level == "op" for c in plan.clauses)
         self.operators = OperatorTaps(self)
@@ -310,7 +310,7 @@ class Injection:
         op.present[self.handle] = on or self.sampler
 
     def settle(self) -> None:
-        """Tell the ledger what happened. Nobody else writes to it."""
+        """Write what happened to the ledger. No other code writes there."""
         self.counters.settle(self.taps)
         for table in self.tables.all:
             table.settle()
@@ -391,7 +391,7 @@ class Injection:
     def operator_frame(self) -> Frame | None:
         """The frame an operator belongs to; None when the injection is off, and where no model of it is called.
 
-        Under `shaketable run` operators outside of all modules are met too, each in a pass of its own.
+        Under `shaketable run` operators outside of all modules are hit too, each in a pass of its own.
         """
         if not self.enabled:
             return None

@@ -64,7 +64,7 @@ class Tap:
         """Where kernels read what it is to do, per GPU."""
 
     def begin(self, spot: Spot) -> None:
-        """Start anew, under the plan, the seed and the rank that the injection has now."""
+        """Start over, under the plan, the seed and the rank that the injection has now."""
         self.spot = spot
         self.site = self.injection.plan.clauses[self.clause].site
         self._place = self.injection.plan.seed, self.clause, self.name, self.point
@@ -455,7 +455,7 @@ def _apply_op(x: Tensor, packed: Tensor, tap: int, number: int) -> Tensor:
 
 
 def _laid_out_like(x: Tensor, y: Tensor) -> Tensor:
-    """A tensor of its own with the strides the graph was told to expect."""
+    """A tensor of its own with the strides that the graph expects."""
     return y if y is not x and y.stride() == x.stride() else torch.empty_like(x).copy_(y)
 
 

@@ -137,7 +137,7 @@ class Traced:
         return self.trace.with_gradients and not torch.is_grad_enabled()
 
     def reaches(self, family: str, tensors: list[Any]) -> bool:
-        """Whether an operator of this family is met here."""
+        """Whether an operator of this family is hit here."""
         return len(self.at(family, tensors)) > 0
 
     def number(self, family: str) -> int:
@@ -336,7 +336,7 @@ _NAMES = {
 }
 _FAMILY = {name: family for family, names in _NAMES.items() for name in names.split()}
 _WHOLE = ("", "multi_head_attention_forward")
-"""Not an operator: a function that is opened, so that those inside are met."""
+"""Not an operator: a function that is opened, so that those inside are hit."""
 _CAST = ("", "to")
 """Not an operator either: what is cast of the weight of a head is still the head's."""
 _CASTS = (Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.type, Tensor.type_as)
@@ -488,7 +488,7 @@ class Operators(TorchFunctionMode):
         return result
 
     def _where(self, family: str, kwargs: dict[str, Any]) -> Here | Traced | None:
-        """Where an operator is met: in a frame, or in the graph that is being traced; None where it is not covered."""
+        """Where an operator is hit: in a frame, or in the graph that is being traced; None where it is not covered."""
         injection = self.injection
         if torch.compiler.is_compiling():
             entries = op.traces[injection.handle].entries

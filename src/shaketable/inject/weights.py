@@ -266,7 +266,7 @@ class HeldTap(Tap):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._home: Tensor | None = None
-        """Where noisy weights are on a GPU: one place, because captured graphs go on reading it."""
+        """Where noisy weights are on a GPU: one place, because captured graphs keep reading it."""
 
     def begin(self, spot: Spot) -> None:
         super().begin(spot)

@@ -157,7 +157,7 @@ def asks_for(config: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[lis
 
 
 def unread(config: Mapping[str, Any], asked: list[str], plan: str | None, program: str, verl: str, loaded: bool) -> str | None:
-    """Why nobody would read the keys, in one line with what to do; None when they will be read."""
+    """Why the keys would not be read, in one line with what to do; None when they will be read."""
     trainer = config.get("trainer")
     if not isinstance(trainer, Mapping) or "v1" not in trainer or "actor_rollout_ref" not in config:
         reads = f"{program} of verl {verl} does not read {', '.join(asked)}: nothing would be injected"

@@ -1,6 +1,6 @@
 """A plan in the actors and tasks of Ray.
 
-Under `shaketable run` the plan goes with `ray.init`, also to a cluster that somebody else has started. Without it, one argument
+Under `shaketable run` the plan goes with `ray.init`, also to a cluster that is already running. Without it, one argument
 does the same:
 
     from shaketable.integrations.ray import collect, runtime_env
@@ -18,7 +18,7 @@ does the same:
 error, because a worker that never reports looks like one that never imported torch.
 
 **Nothing leaves a worker before its ledger is written**: no result, no error, no argument of another call. Ray kills workers
-whenever nobody needs them any more. What a worker did in a thread, or in a call whose result nobody waited for, is written
+whenever they are no longer needed. What a worker did in a thread, or in a call whose result was not awaited, is written
 within 0.05 seconds; for those the driver waits half a second before it shuts down.
 
 **Noise** is keyed as in `launch/process_identity.py`. Actors have ranks of their own. One that is restarted begins again at
@@ -69,7 +69,7 @@ def runtime_env(
     base: Mapping[str, Any] | None = None,
     ship: bool = False,
 ) -> dict[str, Any]:
-    """A `runtime_env` for `ray.init` that puts a plan into every worker of the job. The driver itself is not shaken.
+    """A `runtime_env` for `ray.init` that puts a plan into every worker of the job. The driver itself gets no faults.
 
     From here on, this process numbers the actors that it makes, so that each has noise of its own.
 

@@ -1,4 +1,4 @@
-"""Files that a verb writes: looked at before any work is done, never overwritten unasked, written whole or not at all."""
+"""Files that a verb writes: checked before any work is done, never overwritten without --force, written atomically."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def unmatched_clauses(plan: Plan, errors: list[str]) -> dict[int, str]:
 
 
 class Reports:
-    """One line on stderr, while a program runs, about a clause of its plan that does nothing. The program goes on.
+    """One line on stderr, while a program runs, about a clause of its plan that does nothing. The program continues.
 
     Each line is written once for all processes of the program, by the first to leave a mark in the folder of ledgers. A clause
     that matches nothing is reported when the model is called for the first time. The others are judged whenever the ledger of

@@ -86,7 +86,7 @@ def _inherited() -> ProcessName:
 
 
 current_task: Callable[[], int] = int
-"""Names the task that this process is busy with; 0 where there are no tasks. A framework puts its own here."""
+"""Returns the task that this process works on; 0 where there are no tasks. Frameworks replace it."""
 current_name: Callable[[], ProcessName] = _inherited
 """Names this process. A framework puts its own here."""
 before_an_answer: Callable[[], object] = int

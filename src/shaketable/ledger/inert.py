@@ -1,6 +1,6 @@
 """The one judge of "this clause did nothing": `close`, `step`, `shaketable run`, the TRL callback, and the workers of engines.
 
-A run that is **over** is judged by its ledger. While it **goes on**, a clause is left alone if it may still act: it was not on
+A run that is **over** is judged by its ledger. While it **runs**, a clause is left alone if it may still act: it was not on
 in enough passes (`inject/inert.py` counts them), or too few values were seen (a bit flip of one in a billion; an adapter whose
 output is still all zeros). Clipping at an absolute ceiling is judged at the end, because an overflow may come late.
 
@@ -29,8 +29,8 @@ def why_inert(site: SiteLedger, fault: FaultBase | None = None, passes: int | No
 
     Args:
         site: Its counts and measurements.
-        fault: Its fault, while the run goes on; None when the run is over.
-        passes: Passes in which it was on, while the run goes on; None where they were not counted.
+        fault: Its fault during the run; None when the run is over.
+        passes: Passes in which it was on, during the run; None where they were not counted.
         least: Passes in which it must have been on to be called inert.
     """
     fires, sums = site.forward + site.backward, site.measured()

@@ -140,7 +140,7 @@ class SiteLedger:
     asked: float | None
     spots: dict[str, Spot] = field(default_factory=dict)
     static: bool = True
-    """Whether the spots are known beforehand (modules); operators are counted as they are met."""
+    """Whether the spots are known beforehand (modules); operators are counted as they are hit."""
     fused: int = 0
     """Attention calls whose inner products no backend exposed."""
     notes: list[str] = field(default_factory=list)

@@ -51,7 +51,7 @@ def passed() -> Finding:
 
 
 def failed(evidence: list[Evidence], share: float) -> Finding:
-    """The first piece of evidence is told; `share` of the values are wrong."""
+    """The first piece of evidence is reported; `share` of the values are wrong."""
     return Finding(Result("fail", share, evidence[0].op, evidence[0].text), evidence)
 
 
@@ -241,7 +241,7 @@ def links(part: ProbedPart, recording: Recording | None = None) -> Finding:
 
 
 def twin(part: ProbedPart) -> Finding:
-    """The layer in another gauge: the same bits must come back."""
+    """The layer with other, equivalent weights must return the same bits."""
     if part.status("repeat") != "pass":
         return unknown(UNSTABLE)
     if isinstance(circuit := part.circuit, str):
@@ -324,7 +324,7 @@ def _checksum(scores: dict[str, float]) -> Finding:
 
 
 def _excuse(part: ProbedPart) -> None:
-    """An accelerator may sum in another order at every call. If every result is right, that is no fault."""
+    """An accelerator may sum in another order at every call. If every result is right, that is not a fault."""
     again, call = part.report.results["repeat"], part.layer
     if again.status != "fail" or call.x.device.type == "cpu":
         return

@@ -80,7 +80,7 @@ def locate(
         tokens: How many tokens to run.
         source: The model's name or folder, so that its weights can be read again; without it they are trusted.
         plan: A plan to plant first, hidden from the probes. For trying locate out.
-        seed: For gauges, the probes of the statistics, and the planted plan.
+        seed: Of the twins, the probes of the statistics, and the planted plan.
         quick: On the host, judge products by checksums, and replay only those whose checksum fires. Half the cost; blind
             to errors that drown in the rounding of a sum.
         strict: Trust only the model's own code: hooks and replaced methods of composite modules make HEALTHY INCONCLUSIVE.
@@ -142,7 +142,7 @@ def _still(model: nn.Module) -> Iterator[None]:
 
 
 class Locator:
-    """One run of locate: the model, what it is held against, and what the run has cost."""
+    """One run of locate: the model, its reference, and the cost so far."""
 
     def __init__(
         self,

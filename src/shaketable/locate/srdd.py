@@ -143,7 +143,7 @@ def _change(after: Tensor, before: Tensor) -> Tensor:
 
 
 def _finite_ones(values: Tensor) -> Tensor:
-    """Without the values that are no numbers; the usual case, that there are none, costs one sum."""
+    """Without NaNs; where there are none, as usual, this costs one sum."""
     return values if math.isfinite(float(values.sum())) else values[values.isfinite()]
 
 

@@ -1,4 +1,4 @@
-"""Gauge twins: ask the device for the same function with other numbers.
+"""Twins: ask the device for the same function with other numbers.
 
 A *space* is a vector of channels that a layer passes on: the residual stream, a norm's output, the queries, the values, the
 hidden channels of the MLP. A *map* is a matrix between two spaces. A *circuit* says which map reads and writes which space. A
@@ -313,7 +313,7 @@ def _times(tensor: Tensor, factor: Tensor) -> Tensor:
 
 @contextmanager
 def gauged(layer: nn.Module, circuit: Circuit, gauge: Gauge) -> Iterator[None]:
-    """The layer with the gauge's weights and numbers; what was there comes back whatever happens."""
+    """The layer with the gauge's weights and numbers; the original is always restored."""
     changed = rescaled(layer, circuit, gauge)
     owners = {path: (layer.get_submodule(path.rpartition(".")[0])._parameters, path.rpartition(".")[2]) for path in changed}
     before = {path: table[name] for path, (table, name) in owners.items()}

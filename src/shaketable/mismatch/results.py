@@ -319,7 +319,7 @@ class Shares:
     together: float | None
     """KL of all differences together over the sum of the families' own."""
     explained: float
-    """How much of the gap, token by token, all differences together give back."""
+    """How much of the gap, token by token, all differences together explain."""
     plan: list[str]
     closure: Deviation | None = None
     """The returned numbers against the trainer's with all differences put in."""
@@ -434,7 +434,7 @@ class Verdict:
     sentence: str
     exit_code: int
     next: str | None
-    """The command that would settle an inconclusive verdict; "…" stands for the options that were given."""
+    """The command that would settle an inconclusive verdict; "…" replaces the options that were given."""
     not_looked_at: list[str]
 
 

@@ -1,4 +1,4 @@
-"""Stage 4: whether both sides mean the same probability; each other meaning is computed anew from the trainer's logits.
+"""Stage 4: whether both sides mean the same probability; each other meaning is computed from the trainer's logits.
 
 A log-probability can be of the model's own logits or of what the sampler made of them; of the next token; of a prompt with or
 without its first token. Each such hypothesis is judged token by token: its loss is log(1 + z²), with z the difference over the

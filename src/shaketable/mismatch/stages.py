@@ -12,7 +12,7 @@ every link; a link that breaks is a DEFECT, and one that could not be checked ma
     weights     bit for bit
     routing     which experts tokens go to, with which weights
     operators   each within its rounding interval
-    shares      the operators' differences, put into the trainer, give back the returned numbers
+    shares      the operators' differences, put into the trainer, explain the returned numbers
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from shaketable.mismatch.results import Deviation, Mismatch, OperatorFault, Para
 
 EXIT = {"LEGAL": 0, "DEFECT": 1, "INCONCLUSIVE": 4}
 REPRODUCES = 0.5
-"""Of the gap, token by token: what the recorded differences must give back before a gap above the floor is called legal."""
+"""Of the gap, token by token: what the recorded differences must explain before a gap above the floor is called legal."""
 NEVER = (
     "an error smaller than the rounding interval of its operator",
     "an error that needs other tokens, lengths or batches than these to show",

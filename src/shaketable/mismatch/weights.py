@@ -207,7 +207,7 @@ class _Pair:
 
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, but for the sign of a zero; values that are no numbers equal one another."""
+    """Bit for bit, but for the sign of a zero; NaNs equal one another."""
     return bool(torch.equal(a, b)) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 

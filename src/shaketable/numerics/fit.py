@@ -102,7 +102,7 @@ class Fit:
     """Share of the error's variance that the prediction explains; noise predicts no single error."""
     ks: float
     """Kolmogorov–Smirnov distance from the normal of the standardised residuals, signed as the clean values are: an error
-    that always points away from zero, or toward it, is no noise."""
+    that always points away from zero, or toward it, is not noise."""
 
     @property
     def fault(self) -> FaultBase | None:
@@ -186,7 +186,7 @@ class _Score:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Both tensors in float64, in units of the clean one's rms, with values that are no numbers taken as clean zeros."""
+    """Both tensors in float64, in units of the clean one's rms, with NaNs taken as clean zeros."""
 
     raw: Tensor
     """The clean values in their own dtype: maxima are taken from them, as the fault does."""

@@ -73,7 +73,7 @@ class RoundingInterval:
         return self.low[where], self.high[where]
 
     def outside(self, got: Tensor) -> Tensor:
-        """Where a result is not allowed. A value that is no number is allowed only where none was expected."""
+        """Where a result is not allowed. NaN is allowed only where NaN was expected."""
         outside = got != self.low if self.low is self.high else ~((got >= self.low) & (got <= self.high))
         if got.is_floating_point() and bool(outside.any()):
             outside &= ~(got.isnan() & (self.low.isnan() | self.high.isnan()))

@@ -18,7 +18,7 @@ Bounds of the larger ones (ua = 2^-24; u the unit roundoff of the dtype; K the l
     einsum         δ = ua·K·Σ|x||w|, and u·Σ|x||w| for every intermediate result that is rounded
     complex a·b    δ = 2ua·(|ac| + |bd|), 2ua·(|ad| + |bc|): a kernel may contract a product and the sum to one rounding
 
-Modules are judged by the *reference*, the model's class built anew from its config. The kind of an RMSNorm is not read from its
+Modules are judged by the *reference*, the model's class rebuilt from its config. The kind of an RMSNorm is not read from its
 name: its code is run on the host, and only a module whose results a formula allows is a leaf. Any other module is recorded
 function by function.
 """

@@ -42,7 +42,7 @@ def gather() -> dict[str, Any]:
 def _revision(folder: Path | None) -> dict[str, Any]:
     """The commit of the repository around a folder, or around us, and whether a file that git knows differs from it.
 
-    Files that git does not know make nothing dirty: a run's own folder is often one. None where nobody can say.
+    Files that git does not know make nothing dirty: a run's own folder is often one. None where that is unknown.
     """
     revision = _git(folder, "rev-parse", "--verify", "HEAD")
     changed = _git(folder, "--no-optional-locks", "status", "--porcelain", "--untracked-files=no") if revision else None

@@ -41,11 +41,11 @@ SCHEMA = "shaketable.run/2"
 _LINK = re.compile(rb', "sha": "([0-9a-f]{16})"}\n')
 _LINK_BYTES = 29
 _PATIENCE = 0.2
-"""Seconds that `alone` waits: whoever asks `busy` holds the lock for a moment."""
+"""Seconds that `alone` waits: a caller of `busy` holds the lock for a moment."""
 
 
 class RunRecord:
-    """The record of one run. Make it with `create`, or go on with `open`."""
+    """The record of one run. Make it with `create`, or resume it with `open`."""
 
     def __init__(self, folder: Path, head: dict[str, Any]) -> None:
         self.folder = folder
@@ -112,7 +112,7 @@ class RunRecord:
             self.seal()
 
     def resumed(self, step: int) -> None:
-        """The run goes on from `step`: what the record says of later steps is void."""
+        """The run resumes from `step`: what the record says of later steps is void."""
         self.append("resumed", step=step)
 
     def seal(self) -> None:
@@ -139,7 +139,7 @@ class RunRecord:
             self._end = (size + len(line), sha, event["event"] == "finished")
 
     def _found_end(self) -> tuple[int, str, bool]:
-        """Where the next line goes and what it chains from; read again when somebody else has written meanwhile."""
+        """Where the next line goes and what it chains from; read again when another process has written meanwhile."""
         path = self.folder / FILE
         _cut_torn_line(path)
         size = path.stat().st_size
@@ -221,7 +221,7 @@ class RunRecord:
             yield
 
     def busy(self) -> bool:
-        """Is somebody inside `alone` of this run? A look that changes nothing, for who lists runs."""
+        """Whether a process is inside `alone` of this run. Changes nothing, so that runs can be listed."""
         return is_taken(self.folder / ".lock")
 
 
@@ -246,7 +246,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def put_in_place(path: Path, text: str) -> None:
-    """Put a file in its place at once: whoever looks sees all of it, or none."""
+    """Put a file in its place atomically."""
     with replacing(path, lasting=True) as draft:
         draft.write_text(text, encoding="utf-8")
 
@@ -271,7 +271,7 @@ def check_new(folder: Path) -> None:
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether there is a record to go on with; removes a folder whose record was killed before its first line was whole."""
+    """Whether there is a record to resume; removes a folder whose record was killed before its first line was whole."""
     if (folder / SEAL).exists():
         return True
     if not (folder / FILE).is_file() or b"\n" not in (folder / FILE).read_bytes()[: 1 << 20]:
@@ -282,7 +282,7 @@ def is_begun(folder: Path) -> bool:
 
 
 def unique_folder(parent: Path, name: str) -> Path:
-    """A folder name that nobody has used: the time to the second, and a number if that is taken."""
+    """A folder name that is not taken: the time to the second, and a number if that is taken."""
     stem = parent / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder, n = stem, 1
     while folder.exists():
@@ -326,7 +326,7 @@ class ChainReader:
 
 
 def is_event(line: dict[str, Any]) -> bool:
-    """Whether an object is an event: it has a kind, and its step is a number, which one that goes on must have."""
+    """Whether an object is an event: it has a kind, and its step, if any, is a number."""
     kind, step = line.get("event"), line.get("step")
     return isinstance(kind, str) and isinstance(step, int if kind == "resumed" else int | None)
 

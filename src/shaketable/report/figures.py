@@ -268,7 +268,7 @@ def _binned(points: Sequence[CurvePoint], size: int) -> Sequence[CurvePoint]:
 
 
 def _columns(lines: Sequence[Line], steps: Sequence[int], unit: str) -> list[str]:
-    """What is told at each step: every line's value, with its band where there are few lines."""
+    """The values at each step: every line's, with its band where there are few lines."""
     at = [{p.step: p for p in line.points} for line in lines]
     told = []
     for step in steps:

@@ -185,7 +185,7 @@ def chance(p: Any) -> str:
 
 
 def share_of(share: float, low: float | None, high: float | None) -> str:
-    """A share that came back, with its interval, in whole percent."""
+    """A recovered share with its interval, in whole percent."""
     ends = [f"{round(100 * end)}" if finite(end) else without for end, without in ((low, "-∞"), (high, "∞"))]
     return f"{round(100 * share)} % ({ends[0]} to {ends[1]})".replace("-", "−")
 

@@ -1,7 +1,7 @@
 """Functions of torch.nn.functional that are written in Python and call others, such as multi-head attention.
 
 A TorchFunctionMode is shown such a function as a whole, because its first lines ask for overrides. Opened, it does not ask, and
-the functions that it calls are met one by one.
+the functions that it calls are hit one by one.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def find_layers(model: nn.Module, stack: str | None = None) -> tuple[list[nn.Mod
 
 
 def _layers_in(model: nn.Module, stack: str) -> tuple[list[nn.Module], list[str]]:
-    """The children of a module that somebody named; a module that holds other things too has numbered ones."""
+    """The children of a module that have names; a module that holds other things too has numbered ones."""
     modules = dict(model.named_modules())
     if stack not in modules:
         near = difflib.get_close_matches(stack, modules, 1)

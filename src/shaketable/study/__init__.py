@@ -1,1 +1,1 @@
-"""Studies: arms by seeds, their runs in a store, and what they came to."""
+"""Studies: arms by seeds, their runs in a store, and their results."""

@@ -322,7 +322,7 @@ class _Worker:
 def _begin(environment: dict[str, str], log: str, parent: int) -> None:
     """Of a worker process: its own session, for Ctrl-C ends it through its parent; and it does not outlive that.
 
-    A worker whose parent is gone ends at once, also in the midst of a run: nobody would hear of it, and the next `study run`
+    A worker whose parent is gone ends at once, also in the midst of a run: nothing would collect it, and the next `study run`
     would wait for it.
     """
     os.environ.update(environment)  # before torch is imported
@@ -389,7 +389,7 @@ class RayPlaces:
 
 
 def check_reachable(address: str) -> None:
-    """Refuse at once a cluster that nobody answers for; Ray itself tries for minutes."""
+    """Refuse at once a cluster that does not answer; Ray itself tries for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon:
         return  # `auto`: Ray looks by itself, and gives up soon

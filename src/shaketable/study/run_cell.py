@@ -2,7 +2,7 @@
 
     lock → record (new, or the one that was begun) → attempt → work → finished, or failed with the reason
 
-A run that another process works on is left to it. One that was killed goes on where it was. Everything that a run needs is in
+A run that another process works on is left to it. One that was killed is resumed. Everything that a run needs is in
 its cell and, for a guided arm, in the record of its diagnosis, so that any process on any machine that sees the store can
 do it: a worker of this computer or a Ray task.
 

@@ -80,7 +80,7 @@ def newest(record: RunRecord) -> Path | None:
 
 
 def made_of(record: RunRecord, now: dict[str, str]) -> dict[str, Any] | None:
-    """What a run is made of, by its record; None for a new one. Refuses other problems or weights than it began with."""
+    """The ingredients of a run, by its record; None for a new one. Refuses other problems or weights than it began with."""
     known = next(iter(record.events("made_of")), None)
     for what, content in now.items():
         if known is not None and known.get(what, content) != content:

@@ -1,4 +1,4 @@
-"""What a training run is made of, from its configuration alone: the plan, the conditions of its scores, its AQN, and a
+"""The parts of a training run, from its configuration alone: the plan, the conditions of its scores, its AQN, and a
 rehearsal.
 
 `rehearse` checks everything that can be known before weights are loaded: the task is read, problems are counted, plan and AQN

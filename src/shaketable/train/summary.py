@@ -1,4 +1,4 @@
-"""What a training run came to, read from its record alone.
+"""The results of a training run, read from its record alone.
 
 Clean and faulty scores stay apart, each with its interval. Two questions are answered with paired comparisons on the same
 problems: what training changed (last step against step 0, per condition), and what the fault costs the trained model (each

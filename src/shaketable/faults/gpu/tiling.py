@@ -51,7 +51,7 @@ class Segments:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """What a kernel is told at every launch."""
+        """The arguments of a kernel at every launch."""
         return self.cols, self.per_row, self.count
 
     @property

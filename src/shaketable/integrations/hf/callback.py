@@ -10,7 +10,7 @@ a clause names `phase=eval`. Reference models are never touched.
 No callback fires when an evaluation begins, none between generation and loss, and none when a trainer raises. So while a
 training runs, two methods of that one trainer are exchanged (`Exchanged`); the trainer is found on the stack.
 
-Step and rank key the noise, so a resumed training goes on with the noise that an uninterrupted one had. The ledger is written
+Step and rank key the noise, so a resumed training gets the noise of an uninterrupted one. The ledger is written
 with every log and every checkpoint, and kept in the checkpoint too: a resumed training adds to what its checkpoint had. At the
 end the ledgers of all ranks are merged, printed and written; a rank that injected nothing stops all of them with the same
 error, after the first step if that is known by then.
@@ -447,7 +447,7 @@ class Exchanged:
         who.__dict__.update(self.ours)
 
     def undo(self) -> None:
-        """Put back what was there; what somebody else has put there since is theirs and stays."""
+        """Restore the original; whatever other code has put there since stays."""
         for name, ours in self.ours.items():
             if self.who.__dict__.get(name) is not ours:
                 continue

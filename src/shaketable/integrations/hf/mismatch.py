@@ -6,7 +6,7 @@ can be measured:
     vLLM in this process    all of it
     a vLLM server           gap and the trainer's own floor: its weights cannot be reached
     the model itself        gap, floor and share of decoding with a cache against reading; `generate` is asked for its own
-                            scores, with random numbers that are given back. There are no second weights
+                            scores, with random numbers that are restored. There are no second weights
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Colocated:
         self.phase = "rollout"
 
     def _claim(self) -> None:
-        """One plan and one AQN at a time: a second would take the place of the first, which nobody would notice."""
+        """One plan and one AQN at a time: a second would silently replace the first."""
         held = self._llm.__dict__.setdefault("_shaketable_held", {})
         for what in ("plan", "aqn"):
             if getattr(self, what) is not None and held.setdefault(what, self) is not self:

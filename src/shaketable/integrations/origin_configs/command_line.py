@@ -5,7 +5,7 @@
 Hydra reads the arguments, so `accepted` puts `++` in front of such keys, and the driver prints that it did.
 
 **Scripts.** `answer` knows the scripts that the origin's documents call, from `documents.yaml`, and prints the commands that do
-the same here. It runs nothing: a script of that name in somebody's checkout may do something else.
+the same here. It runs nothing: a script of that name in another checkout may do something else.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class ActorFaults:
 
 
 class ShakenActor(TrainingWorker):  # type: ignore[misc]
-    """verl's actor, whose passes are shaken."""
+    """verl's actor, with faults in its passes."""
 
     faults: ActorFaults | None = None
 

@@ -31,7 +31,7 @@ HALF_STEP = {"bfloat16": 2.0**-9, "bf16": 2.0**-9, "float16": 2.0**-12, "fp16": 
 DEVIATIONS = {"relative_gaussian": 9.0, "gain": 1.0}
 """Faults whose error is relative to each value, and how many magnitudes it can reach: no draw lies beyond nine deviations."""
 BY_SHAPE = {"all", "linear", "rmsnorm", "layernorm", "embedding", "lm_head", "router", "lora"}
-"""Names of modules that are told by the shape of their weight."""
+"""Names of modules that are recognised by the shape of their weight."""
 
 
 def check_verl(config: Mapping[str, Any], made: Shaking) -> None:
@@ -83,7 +83,7 @@ def check_model(config: Mapping[str, Any], made: Shaking) -> None:
 
 
 def check_mismatch(config: Mapping[str, Any]) -> None:
-    """Refuse a run whose samplers cannot be held against its actors.
+    """Refuse a run whose samplers cannot be compared with its actors.
 
     Raises:
         ShaketableError: One line, with the key to change.

@@ -31,7 +31,7 @@ from shaketable.records.record import put_in_place
 EXTENSION = "shaketable.integrations.verl.sampler.SamplerExtension"
 """Our extension of vLLM's workers."""
 OBSERVER = "shaketable.integrations.verl.sampler.ObservedSampler"
-"""The one of a run whose samplers are held against its actors."""
+"""The one of a run whose samplers are compared with its actors."""
 RECORD = "shaketable.json"
 """Beside checkpoints: the plan and the AQN that they were made under."""
 ORDERS = "instructions.json"
@@ -85,7 +85,7 @@ class ShaketableKeys(BaseModel):
 
 
 def _check_group(where: str, group: Any, model: type[BaseModel]) -> None:
-    """Refuse what is no group, or has a key that nobody reads."""
+    """Refuse what is not a group, or has an unknown key."""
     valid = [field.alias or name for name, field in model.model_fields.items()]
     if not isinstance(group, Mapping):
         raise ShaketableError(f"{where} is a group of keys ({', '.join(valid)}), not {group!r}")
@@ -224,7 +224,7 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
 
 
 def keep_record(config: Mapping[str, Any], made: Shaking | None) -> None:
-    """Refuse to go on from checkpoints that were made under another plan or AQN; write down which this run has.
+    """Refuse to resume from checkpoints that were made under another plan or AQN; record those of this run.
 
     Raises:
         ShaketableError: What would be resumed, or overwritten, was made under something else.

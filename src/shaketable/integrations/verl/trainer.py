@@ -3,7 +3,7 @@
     on_init_end        samplers and actors are there: give instructions, see that every worker acts on them
     on_step_begin      the step keys the noise, and σ follows; the weights of this step are in the samplers
     after a step       ledgers come home, as metrics and as a line of steps.jsonl: everything due has hit in this step
-    a validation       once or twice, clean or under the plan: samplers are told, AQN is off, clean weights are clean
+    a validation       once or twice, clean or under the plan: samplers get the phase, AQN is off, clean weights are clean
     after each         nothing has hit that was not asked for, and what was asked for has; faulty scores are named so
     on_validate_end    on again
 
@@ -162,7 +162,7 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
         return {**found, **ours}
 
     def _check_proven(self) -> None:
-        """verl has changed when a step ended and nobody asked for its metrics: that step may have been clean."""
+        """verl has changed if a step ended without a request for its metrics: that step may have been clean."""
         if self._unproven is not None:
             raise ShaketableError(
                 f"step {self._unproven} has ended and verl did not ask for its metrics: nothing proves its faults"

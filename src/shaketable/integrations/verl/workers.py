@@ -1,7 +1,7 @@
 """The workers of a verl run, as the trainer sees them: by the reports that they leave in the folder of ledgers.
 
 verl's calls into its samplers return nothing, and verl swallows what plugins raise. So after each call the trainer compares
-what every worker reports with what it was told. A worker that never reported, one that acts on other instructions, and one that
+what every worker reports with its instructions. A worker that never reported, one that acts on other instructions, and one that
 a call did not reach stop the training with one line that names it.
 
 **Each step is proven by itself**, from what was hit since the last reading (`Span`): every clause that could have acted must
@@ -94,7 +94,7 @@ class VerlWorkers:
                     raise ShaketableError(f"{name(report)} {why}; see {ORDERS} in {self.folder}")
 
     def check_samplers(self, **told: Any) -> None:
-        """Every sampler is where it was told to be: `step=3`, `phase="eval"`."""
+        """Every sampler is where it should be: `step=3`, `phase="eval"`."""
         for report in self.now["sampler"]:
             for key, value in told.items():
                 if report[key] != value:
@@ -113,7 +113,7 @@ class VerlWorkers:
         self._before = dict(self.now)
 
     def after_step(self, trained: Iterable[str] = BOTH) -> dict[str, float]:
-        """See that everything hit that could, and begin anew; returns numbers for verl's loggers.
+        """Check that everything that could act did, and start over; returns numbers for verl's loggers.
 
         Args:
             trained: Which ways the actors went: `forward` for log probabilities, `backward` too for an update.

@@ -108,7 +108,7 @@ def _refuse_instructions(why: str) -> None:
 
 
 def patch(module: Any) -> None:
-    """Put our function around the method of one of vLLM's classes, for whatever is made of it from now on. Once."""
+    """Wrap the method of one of vLLM's classes with our function, for all later instances. Once."""
     kind, method, ours = PATCHED[module.__name__]
     owner, (where, _, name) = getattr(module, kind), ours.rpartition(".")
     if _SLOT not in owner.__dict__:
@@ -238,5 +238,5 @@ class Sampler:
 
 
 def connect(llm: Any) -> Sampler:
-    """A `vllm.LLM` whose workers can be told what to do: `connect(llm).set_sigma(0.01)`, `.ledger()`."""
+    """A `vllm.LLM` whose workers take instructions: `connect(llm).set_sigma(0.01)`, `.ledger()`."""
     return Sampler(llm)

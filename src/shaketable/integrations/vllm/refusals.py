@@ -47,7 +47,7 @@ def refusing() -> Iterator[None]:
 
 
 def tell(error: ShaketableError) -> None:
-    """Say why an engine does not go on: on stderr, to the front end that waits for it, and to `shaketable run`."""
+    """Say why an engine stops: on stderr, to the front end that waits for it, and to `shaketable run`."""
     sys.stderr.write(f"shaketable: {error}\n")
     sys.stderr.flush()
     if file := os.environ.get(WHY):
@@ -135,7 +135,7 @@ def refuse_idle(plan: Plan) -> None:
 
 
 def refuse_standstill(aqn: AQN) -> None:
-    """A schedule that nobody moves along stays at its first σ, which may be 0."""
+    """A schedule that nothing advances stays at its first σ, which may be 0."""
     if not aqn.is_steady:
         raise PlanError(
             f"{aqn.text()}: nothing moves this vLLM along the schedule, so σ would stay at its first value. Give it one σ, "

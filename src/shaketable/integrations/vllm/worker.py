@@ -82,7 +82,7 @@ class Shaker:
         self.aqn: AttachedAQN | None = None
         self.step = 0
         self.is_stepped = False
-        """Whether somebody moves along the schedule."""
+        """Whether the schedule is advanced."""
         self.phase = "rollout"
         self.is_live = False
         """Whether vLLM has warmed up and serves."""
@@ -155,7 +155,7 @@ class Shaker:
         self._keep_ledger(instructions)
 
     def _announce(self) -> None:
-        """Say what is going to happen here, and what of it is out of reach: a server has nobody who could ask."""
+        """Say what is going to happen here, and what of it is out of reach: nobody can ask a server."""
         name = type(self.model).__name__
         self._say([f"{injection.plan.text()} will act on {name}" for injection in self.injections])
         self._say([f"{site.site}: {note}" for injection in self.injections for site in injection.sites for note in site.notes])
@@ -249,7 +249,7 @@ class Shaker:
                 self._say([plan.ledger.sites[i].summary() for i, acted in enumerate(acts) if acted])
 
     def _refuse_standstill(self) -> None:
-        """A schedule that nobody moves along stays at its first σ, which may be 0."""
+        """A schedule that nothing advances stays at its first σ, which may be 0."""
         if self.aqn is None or self.is_stepped or not self._samples_noisily(self.aqn):
             return
         try:
@@ -280,7 +280,7 @@ class Shaker:
         self.unproven -= {i for i, acted in enumerate(acts) if acted}
 
     def flush(self) -> None:
-        """Bring the ledgers on disk up to date: an engine that is told to go may be killed before their own time comes."""
+        """Write the ledgers to disk now: an engine that is told to stop may be killed before their next write."""
         for file in (self.file, active()):
             if file is not None:
                 file.flush()
@@ -486,7 +486,7 @@ def _unpacked() -> Iterator[None]:
 
 
 def watch_requests(shaker: Shaker) -> None:
-    """Be told before and after each request, and before vLLM reads its weights again. Does nothing the second time."""
+    """Get notified before and after each request, and before vLLM reads its weights again. A second call does nothing."""
     worker = shaker.worker
     if _WATCHED in worker.__dict__:
         return

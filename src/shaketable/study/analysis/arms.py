@@ -1,4 +1,4 @@
-"""What an arm came to, from the records of its finished runs: scores, curves, σ, proof, mechanism, cost, examples."""
+"""The results of an arm, from the records of its finished runs: scores, curves, σ, proof, mechanism, cost, examples."""
 
 from __future__ import annotations
 

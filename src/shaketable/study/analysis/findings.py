@@ -5,7 +5,7 @@ measured errors but for the rounding of sums: which fires are measured follows f
 process. Times differ.
 
 The primary comparison must have been fixed before anybody could know its result: its arms, the seeds, how they are trained,
-how they are scored. Whoever changes one of these later may do so, but the report says it and no longer calls the comparison
+how they are scored. They may be changed later, but the report says so and no longer calls the comparison
 named before the run. That other arms or comparisons came later is reported too; it changes nothing for the primary one.
 Wording, engine and what is kept decide nothing.
 """
@@ -342,7 +342,7 @@ def _not_the_same(runs: Sequence[Run]) -> list[str]:
 
 
 def _elsewhere(runs: Sequence[Run]) -> list[str]:
-    """Runs that somebody else made: their numbers are those of files that were brought in."""
+    """Runs that were made elsewhere: their numbers are those of the files that were added."""
     added = [(run.name, e) for run in runs for e in run.of_kind("added")]
     notes = (
         [f"{len(added)} of {len(runs)} runs were made elsewhere and added: {', '.join(n for n, _ in added)}"] if added else []

@@ -141,7 +141,7 @@ class Sample(PartResult):
 
 
 class ArmResult(PartResult):
-    """What an arm was and what it came to."""
+    """An arm and its results."""
 
     name: str
     description: str = ""
@@ -230,7 +230,7 @@ class Ends(PartResult):
 
 
 class RecoveredResult(PartResult):
-    """The share of what a fault takes that came back in an arm."""
+    """The share of a fault's cost that was recovered in an arm."""
 
     arm: str
     condition: str
