@@ -193,10 +193,12 @@ def _layer_cells(layer: LayerRow) -> list[str]:
 
 
 def _operators(rows: list[ComparisonRow]) -> Table:
-    heads = ("relative error", "max |d|", "differing", "outside here", "in the file")
-    table = table_of(("layer", "operator"), heads, "Operators, teacher-forced")
-    table.columns[1].no_wrap = True
-    table.add_column("error model")
+    heads = ("error", "max |d|", "differ", "here", "in file")
+    title = "Operators, teacher-forced; here, in file: values that no correct device returns"
+    table = table_of(("layer", "operator"), heads, title)
+    for column in table.columns[2:]:
+        column.no_wrap = True
+    table.add_column("error model", overflow="fold")
     for row in rows:
         d, counts = row.difference, ["?" if n is None else str(n) for n in (row.here, row.stored)]
         label = "-" if row.layer is None else str(row.layer)

@@ -58,9 +58,9 @@ def table_of(left: str | Sequence[str], right: Sequence[str] = (), title: str | 
     """An empty table without frames: columns of text, then columns of numbers."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for head in [left] if isinstance(left, str) else left:
-        table.add_column(head)
+        table.add_column(head, overflow="fold")
     for head in right:
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", overflow="fold")
     return table
 
 
