@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from shaketable.harden.config import HardenConfig
 from shaketable.records.record import RunRecord
+from shaketable.train.summary import short, without
 
 SCHEMA = 1
 
@@ -37,7 +38,7 @@ def so_far(record: RunRecord) -> dict[str, Any]:
         "environment": record.head["environment"],
         "measure": first[0]["measure"] if first else None,
         "before": first,
-        "rungs": [{**_without(e, "event", "time"), "conditions": evaluations[e["rung"]]} for e in rungs],
+        "rungs": [{**without(e, "event", "time"), "conditions": evaluations[e["rung"]]} for e in rungs],
         "resumed": sum(e["event"] == "resumed" for e in events),
         "sentence": sentence(config, first, rungs, evaluations),
     }
@@ -64,15 +65,6 @@ def interval_end(share: dict[str, Any], end: Literal["low", "high"]) -> str:
     """One end of a share's interval in %; JSON has null for an end that is not finite."""
     value = share["interval"][end]
     return {"low": "−∞", "high": "∞"}[end] if value is None else f"{round(100 * value)}%".replace("-", "−")
-
-
-def short(condition: dict[str, Any]) -> dict[str, Any]:
-    """A condition's scores without its answers and ledger."""
-    return _without(condition, "answers", "ledger")
-
-
-def _without(event: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {k: v for k, v in event.items() if k not in names}
 
 
 # ---- the model card

@@ -35,7 +35,7 @@ from shaketable.harden.calibrate import calibrate, flags, set_flags
 from shaketable.harden.config import TRAINED, HardenConfig
 from shaketable.harden.distil import TrainingSteps
 from shaketable.harden.rescale import rescale
-from shaketable.harden.results import short, write_card
+from shaketable.harden.results import write_card
 from shaketable.harden.scoring import Scoring, check_worth, forward_part, shares
 from shaketable.harden.students import Answers, OwnCompletions, Prompts, SequenceSource, Students
 from shaketable.inject import Injection, Ledger, inject
@@ -46,6 +46,7 @@ from shaketable.records.weight_hash import weights_hash
 from shaketable.train import checkpoints
 from shaketable.train.config import TrainConfig
 from shaketable.train.run import Training
+from shaketable.train.summary import short
 from shaketable.train.warm_start import Tell, check_answers, warm_start
 
 WEIGHTS = "model.safetensors"

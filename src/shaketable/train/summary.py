@@ -27,9 +27,9 @@ def outcome(record: RunRecord) -> dict[str, Any]:
         "id": record.head["id"],
         "config": [e for e in events if e["event"] == "resolved"][-1]["config"],
         "environment": record.head["environment"],
-        "steps": [_without(e, "event", "time") for e in events if e["event"] == "step"],
-        "evaluations": [{"step": e["step"], "conditions": [_short(c) for c in e["conditions"]]} for e in evaluations],
-        "final": {c["name"]: _short(c) for c in last["conditions"]},
+        "steps": [without(e, "event", "time") for e in events if e["event"] == "step"],
+        "evaluations": [{"step": e["step"], "conditions": [short(c) for c in e["conditions"]]} for e in evaluations],
+        "final": {c["name"]: short(c) for c in last["conditions"]},
         "comparisons": _comparisons(first, last),
         "warnings": [e["text"] for e in events if e["event"] == "warning"],
         "ledgers": ledgers,
@@ -52,9 +52,11 @@ def _scores(condition: dict[str, Any]) -> list[float]:
     return [float(a["correct"]) for a in condition["answers"]]
 
 
-def _short(condition: dict[str, Any]) -> dict[str, Any]:
-    return _without(condition, "answers", "ledger")
+def short(condition: dict[str, Any]) -> dict[str, Any]:
+    """A condition's scores without its answers and ledger."""
+    return without(condition, "answers", "ledger")
 
 
-def _without(event: dict[str, Any], *names: str) -> dict[str, Any]:
+def without(event: dict[str, Any], *names: str) -> dict[str, Any]:
+    """An event without some of its keys."""
     return {k: v for k, v in event.items() if k not in names}
