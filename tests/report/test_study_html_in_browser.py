@@ -121,7 +121,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     names = ("study", "partial", "run", "bare", "large")
     for name in names:
-        (folder / f"{name}.html").write_text(study_html.page(Findings.from_json(SAMPLES[name]())))
+        (folder / f"{name}.html").write_text(study_html.page(Findings.model_validate(SAMPLES[name]())))
     return {name: folder / f"{name}.html" for name in names}
 
 
@@ -225,7 +225,7 @@ def test_hostile_text_is_not_run(browser, tmp_path):
         arm["samples"][0] |= {"question": evil, "text": evil, "answer": evil}
     found["runs"][0] |= {"folder": "javascript:window.pwned=1", "name": evil}
     path = tmp_path / "evil.html"
-    path.write_text(study_html.page(Findings.from_json(found)))
+    path.write_text(study_html.page(Findings.model_validate(found)))
     tab = browser.open(path)
     tab.mouse("mouseMoved", *tab.point("#curves .plot .hit rect"))
     assert "<script>window.pwned=1</script>" in tab.js("document.querySelector('.tip').textContent")

@@ -14,7 +14,7 @@ EVIL = "a|b\n## not a heading <script>x</script> *bold* `tick` [x](javascript:1)
 
 
 def markdown(found):
-    return study_markdown.markdown(Findings.from_json(found))
+    return study_markdown.markdown(Findings.model_validate(found))
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -94,7 +94,7 @@ def test_a_report_says_which_runs_were_made_elsewhere(added):
     found = findings(asked(), added / "verl")
     notes = " ".join(found["notes"])
     assert "4 of 4 runs were made elsewhere and added" in notes and "have no ledger" in notes
-    for text in (markdown(Findings.from_json(found)), page(Findings.from_json(found))):
+    for text in (markdown(Findings.model_validate(found)), page(Findings.model_validate(found))):
         assert "made elsewhere: verl" in text and "made elsewhere: a run without a ledger" in text
     record = RunRecord.open(added / "verl" / "runs" / next(r["name"] for r in found["runs"] if r["arm"] == "noise"))
     event = record.events("added")[0]

@@ -50,7 +50,7 @@ def test_the_share_that_came_back_is_in_findings_page_and_markdown(done):
     assert shares["hardened"]["share"] > 0.1
     assert shares["hardened"]["seeds"] == 2
     assert shares["hardened"]["after"] > shares["hardened"]["before"]
-    html, text = page(Findings.from_json(found)), markdown(Findings.from_json(found))
+    html, text = page(Findings.model_validate(found)), markdown(Findings.model_validate(found))
     assert '<h2 id="h-recovered">Recovered' in html
     assert "## Recovered" in text
     assert {row["where"] for arm in found["arms"] for row in arm["proof"]} >= {"hardening: plan", "scored: faulty"}
@@ -108,7 +108,7 @@ def test_a_study_without_hardening_is_described_as_it_always_was():
 def test_a_share_without_an_end_is_written(done, capsys):
     found = findings(*done)
     found["recovered"][0]["interval"] = {"low": float("-inf"), "high": None}
-    assert "(−∞ to ∞)" in page(Findings.from_json(found))
+    assert "(−∞ to ∞)" in page(Findings.model_validate(found))
     rung = {
         "rung": "distil",
         "cost": {"seconds": 1, "sequences": 1, "flops_added": 0},
@@ -126,4 +126,4 @@ def test_a_share_without_an_end_is_written(done, capsys):
     }
     print_outcome(table | {"sentence": "", "model": ""})
     assert "(−∞ to ∞)" in capsys.readouterr().out
-    assert "(−∞ to ∞)" in markdown(Findings.from_json(found))
+    assert "(−∞ to ∞)" in markdown(Findings.model_validate(found))

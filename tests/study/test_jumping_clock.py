@@ -85,7 +85,7 @@ def test_a_study_has_its_numbers_and_its_page_under_any_clock(tmp_path, monkeypa
     assert all(run["seconds"] is None or run["seconds"] >= 0 for run in found["runs"])
     assert [(s.defines, s.status) for s in summaries(tmp_path)] == [(True, "partial"), (False, "done"), (False, "done")]
     assert verify(tmp_path)["bad"] == 0
-    assert "again" in page(Findings.from_json(found)) and "again" in markdown(Findings.from_json(found))
+    assert "again" in page(Findings.model_validate(found)) and "again" in markdown(Findings.model_validate(found))
     listed = CliRunner().invoke(app, ["study", "list", "--store", str(tmp_path)])
     assert listed.exit_code == 0, listed.output
 

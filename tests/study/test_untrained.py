@@ -95,7 +95,7 @@ def test_the_survival_of_both_orders_is_in_the_report(found):
     zones = {arm["name"]: row for arm in found["arms"] for row in arm["proof"] if row["fault"].startswith("dead_zone")}
     alone, after, before = (zones[name]["survival"] for name in ("dead zone", "after", "before"))
     assert alone == pytest.approx(after, rel=0.05) and before != after, "after it the noise changes only what is generated"
-    for text in (markdown(Findings.from_json(found)), page(Findings.from_json(found))):
+    for text in (markdown(Findings.model_validate(found)), page(Findings.model_validate(found))):
         assert text.count(" survive)") == 4
         assert "nats" in text and "loss" in text
 

@@ -162,9 +162,8 @@ def proof_summary(arms: Sequence[ArmResult]) -> ProofSummary:
 def _silent(arm: ArmResult) -> bool:
     """An arm that has finished runs, was to be disturbed in training (or, if not trained, at all), and kept no proof of it."""
     trained = arm.kind in ("", "train")
-    asked = arm.aqn or (arm.plan and not (trained and arm.plan_in == "eval"))
     proofs = [place for place in arm.proof if not trained or not place.where.startswith("scored")]
-    return bool(arm.seeds and asked and not proofs)
+    return bool(arm.seeds and (arm.aqn or arm.plan) and not proofs)
 
 
 def counted(many: Any, noun: str) -> str:

@@ -88,7 +88,7 @@ def found(tmp_path_factory):
 def test_a_study_of_written_records_is_whole_and_fits_the_shape_of_the_report(found):
     told = {k: v for k, v in found.items() if k != "where"}
     assert (told["schema"], told["kind"]) == (SCHEMA, "study")
-    assert json.loads(Findings.from_json(told).to_json()) == told
+    assert json.loads(Findings.model_validate(told).to_json()) == told
     assert (told["complete"], told["notes"], told["diagnoses"], told["recovered"]) == (True, [], [], [])
 
 

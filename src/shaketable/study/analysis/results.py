@@ -11,8 +11,6 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from shaketable.errors import ShaketableError
-
 SCHEMA = "shaketable.study/1"
 _UNSEEN = re.compile(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069\\ufeff\\ud800-\\udfff"
@@ -382,13 +380,6 @@ class Findings(PartResult):
     diagnoses: tuple[DiagnosisResult, ...] = ()
     environments: tuple[Environment, ...] = ()
     notes: tuple[str, ...] = ()
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        """Findings as they were written; those of another schema are refused."""
-        if data.get("schema", SCHEMA) != SCHEMA:
-            raise ShaketableError(f"a report reads findings of the schema {SCHEMA}, not {data['schema']!r}")
-        return cls.model_validate({key: value for key, value in data.items() if key != "schema"})
 
     def to_json(self) -> str:
         """As JSON; a number that is not finite is null."""
