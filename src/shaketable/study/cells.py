@@ -79,7 +79,11 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
 
 def cells_of(study: StudyConfig) -> list[Cell]:
     """All runs: diagnoses first, then seed by seed through the arms, so that an unfinished study has whole seeds."""
-    _check_arms([_cell(study, name, 0) for name in study.arms])
+    first: dict[str, str | None] = {}
+    for cell in (_cell(study, name, 0) for name in study.arms):
+        if (other := first.setdefault(cell.key, cell.arm)) != cell.arm:  # once every default is filled in
+            what = f"the arms {other!r} and {cell.arm!r} are the same"
+            raise ShaketableError(f"{what}; any difference between them would be chance")
     needed = [_diagnosis(study, arm) for arm in study.arms.values() if isinstance(arm.aqn, Guide)]
     needed += [_diagnosis(study, Arm(plan=name)) for name in study.diagnose.conditions]
     diagnoses = {cell.name: cell for cell in needed} if study.seeds else {}
@@ -91,82 +95,32 @@ def own_cells(study: StudyConfig) -> list[Cell]:
     return [cell for cell in cells_of(study) if cell.kind != "added"]
 
 
-def _check_arms(cells: list[Cell]) -> None:
-    """Two arms that are the same once every default is filled in are the same, however they were written."""
-    first: dict[str, str | None] = {}
-    for cell in cells:
-        if (other := first.setdefault(cell.key, cell.arm)) != cell.arm:
-            what = f"the arms {other!r} and {cell.arm!r} are the same"
-            raise ShaketableError(f"{what}; any difference between them would be chance")
-
-
-def _cell(study: StudyConfig, name: str, seed: int) -> Cell:
-    arm = study.arms[name]
-    guide = arm.aqn.model_dump() if isinstance(arm.aqn, Guide) else None
-    if arm.kind == "added":
-        return Cell("added", name, seed, added_config(study, name, seed), study.engine.threads)
-    made = {"train": train_config, "harden": harden_config, "evaluate": evaluate_config}[arm.kind]
-    needs = _cell(study, arm.after, seed).name if arm.after else None if guide is None else _diagnosis(study, arm).name
-    config = made(study, name, seed)
-    return Cell(arm.kind, name, seed, config, study.engine.threads, guide, needs, study.keep == "weights")
-
-
 def _diagnosis(study: StudyConfig, arm: Arm) -> Cell:
     where = {"model": arm.model or study.model, "device": study.device, "dtype": study.resolved_dtype}
     config = {**where, "plan": study.plan_of(arm), **study.diagnose.model_dump(exclude={"conditions"})}
     return Cell("locate", None, None, config, study.engine.threads)
 
 
-def train_config(study: StudyConfig, name: str, seed: int) -> dict[str, Any]:
-    """A trained run's configuration; a guided arm's AQN is filled in when its diagnosis is there."""
-    arm = study.arms[name]
+def _cell(study: StudyConfig, name: str, seed: int) -> Cell:
+    """A run of an arm. A guided arm's AQN is filled in when its diagnosis is there."""
+    arm, threads = study.arms[name], study.engine.threads
+    if arm.kind == "added":  # what a run that is made elsewhere must be, and nothing of how
+        what = {"arm": name, "model": arm.model or study.model, "task": arm.task or study.task, "seed": seed}
+        what |= {"plan": study.plan_of(arm), "aqn": arm.aqn, "conditions": dict(study.evaluate.conditions)}
+        return Cell("added", name, seed, what, threads)
+    guide = arm.aqn.model_dump() if isinstance(arm.aqn, Guide) else None
+    needs = _cell(study, arm.after, seed).name if arm.after else None if guide is None else _diagnosis(study, arm).name
     try:
-        config = TrainConfig.checked(
-            **{"steps": STEPS} | study.train | arm.overrides | ({"warm_start": 0} if arm.after else {}),
-            **_common(study, arm, seed),
-            plan=study.plan_of(arm),
-            plan_in=arm.plan_in,
-            aqn=arm.aqn if isinstance(arm.aqn, str) else None,
-            eval_every=study.evaluate.every,
-            report_to=(),
-        )
+        config = _config(study, arm, seed)
     except ShaketableError as error:
         raise ShaketableError(f"arm {name!r}: {error}") from None
-    return config.model_dump(mode="json")
+    return Cell(arm.kind, name, seed, config, threads, guide, needs, study.keep == "weights")
 
 
-def harden_config(study: StudyConfig, name: str, seed: int) -> dict[str, Any]:
-    """A hardened run's configuration. It begins where training would: after the study's warm start, and aims at no target."""
-    arm = study.arms[name]
-    begin = {"warm_start": study.train.get("warm_start", 0), "target": None}
-    plan = study.plan_of(arm)
-    try:
-        config = HardenConfig.checked(
-            **begin | study.harden | (arm.harden or {}), **_common(study, arm, seed), plans=() if plan is None else (plan,)
-        )
-    except ShaketableError as error:
-        raise ShaketableError(f"arm {name!r}: {error}") from None
-    return config.model_dump(mode="json")
-
-
-def evaluate_config(study: StudyConfig, name: str, seed: int) -> dict[str, Any]:
-    """The configuration of a run that is only scored: that of training, as far as there is none, and what is on in `own`."""
-    arm = study.arms[name]
+def _config(study: StudyConfig, arm: Arm, seed: int) -> dict[str, Any]:
+    score, plan = study.evaluate, study.plan_of(arm)
     aqn = arm.aqn if isinstance(arm.aqn, str) else None
-    own = {"own": True, "plan": study.plan_of(arm), "aqn": aqn} if study.has_own else {}
-    return _common(study, arm, seed) | own | ({"skip_layers": list(arm.skip_layers)} if arm.skip_layers else {})
-
-
-def added_config(study: StudyConfig, name: str, seed: int) -> dict[str, Any]:
-    """What a run that is made elsewhere must be: nothing of how."""
-    arm = study.arms[name]
-    what = {"arm": name, "model": arm.model or study.model, "task": arm.task or study.task, "seed": seed}
-    return what | {"plan": study.plan_of(arm), "aqn": arm.aqn, "conditions": dict(study.evaluate.conditions)}
-
-
-def _common(study: StudyConfig, arm: Arm, seed: int) -> dict[str, Any]:
-    score = study.evaluate
-    return {
+    common: dict[str, Any] = {
         "model": arm.model or study.model,
         "task": arm.task or study.task,
         "seed": seed,
@@ -179,6 +133,16 @@ def _common(study: StudyConfig, arm: Arm, seed: int) -> dict[str, Any]:
         "device": study.device,
         "dtype": study.resolved_dtype,
     }
+    if arm.kind == "evaluate":
+        own = {"own": True, "plan": plan, "aqn": aqn} if study.has_own else {}
+        return common | own | ({"skip_layers": list(arm.skip_layers)} if arm.skip_layers else {})
+    if arm.kind == "harden":  # it begins where training would, after the study's warm start, and aims at no target
+        options = {"warm_start": study.train.get("warm_start", 0), "target": None} | study.harden | (arm.harden or {})
+        repair = HardenConfig.checked(**options, **common, plans=() if plan is None else (plan,))
+        return repair.model_dump(mode="json")
+    options = {"steps": STEPS} | study.train | arm.overrides | ({"warm_start": 0} if arm.after else {})
+    options |= {"plan": plan, "plan_in": arm.plan_in, "aqn": aqn, "eval_every": score.every, "report_to": ()}
+    return TrainConfig.checked(**options, **common).model_dump(mode="json")
 
 
 def _slug(name: str) -> str:

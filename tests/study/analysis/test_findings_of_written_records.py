@@ -12,7 +12,7 @@ from shaketable.study.analysis import findings as found_of
 from shaketable.study.analysis.findings import OWN_PLAN
 from shaketable.study.analysis.findings import findings as findings_of
 from shaketable.study.analysis.results import SCHEMA, Findings
-from shaketable.study.cells import cells_of, train_config
+from shaketable.study.cells import cells_of
 from shaketable.study.runs import Run
 from shaketable.study.store import described, digest
 from tests.study.small_studies import FAULTY, NOISE, data, findings, study
@@ -335,8 +335,11 @@ def test_every_arm_is_compared_with_the_one_that_is_named_under_every_condition(
 # ---- a single run
 
 
+CONFIG = next(cell.config for cell in cells_of(study()) if (cell.arm, cell.seed) == ("noise + AQN", 1))
+
+
 def one_run(folder, *events, about=None, **changes):
-    config = train_config(study(), "noise + AQN", 1) | changes
+    config = CONFIG | changes
     record = RunRecord.create(folder, "train", config, HERE, about)
     for kind, facts in events:
         record.append(kind, **facts)
@@ -354,8 +357,8 @@ def test_a_run_of_a_study_is_called_by_its_arm_and_any_other_by_its_folder(tmp_p
 def test_a_single_run_has_its_scores_conditions_and_noise(tmp_path):
     told = one_run(tmp_path / "run", MADE, evaluation(0, **ROWS), END)
     assert told["kind"] == "run" and told["schema"] == SCHEMA
-    arm, config = told["arms"][0], train_config(study(), "noise + AQN", 1)
-    assert (arm["aqn"], arm["plan"], arm["seeds"]) == (config["aqn"], NOISE, [1]) and arm["sigma"][0]["points"]
+    arm = told["arms"][0]
+    assert (arm["aqn"], arm["plan"], arm["seeds"]) == (CONFIG["aqn"], NOISE, [1]) and arm["sigma"][0]["points"]
     assert told["study"]["conditions"] == [
         {"name": "clean", "plan": None}, {"name": "faulty", "plan": FAULTY}, {"name": "noise", "plan": NOISE},
     ]  # fmt: skip
