@@ -96,17 +96,6 @@ class Paired:
         reach = found.detectable and scale * found.detectable
         return replace(found, difference=scale * found.difference, interval=ends, detectable=reach)
 
-    def differences(self) -> list[float]:
-        """One for every seed."""
-        return [float(np.mean(a) - np.mean(b)) for a, b in zip(self.a, self.b, strict=True)]
-
-    def spread(self) -> Spread | None:
-        """How much the arms differ by problem and by seed; None for what is no share, and for one seed."""
-        if self.what.endpoint not in ("accuracy", "formatted") or len(self.seeds) < 2 or len(self.a[0]) < 2:
-            return None
-        d = np.subtract(self.a, self.b)
-        return Spread(disagreement=float((d**2).mean()), seed_sd=MeanSquares.of(d).seed_sd)
-
 
 def compare(asked: Sequence[Comparing], primary: Comparing | None, runs: Sequence[Run]) -> list[ComparisonResult]:
     """All comparisons, in the order given."""
@@ -149,26 +138,29 @@ def _values(a: list[float], b: list[float], level: float = 0.95) -> Comparison:
 def _result(pair: Paired, found: Comparison | None, primary: bool) -> ComparisonResult:
     what, n = pair.what, len(pair.seeds)
     unit, scale = UNITS.get(what.endpoint, ("", 1.0))
-    differences = pair.differences()
     problems = len(pair.a[0]) if pair.per_problem and n else None
     binary = pair.per_problem and n > 0 and {*np.ravel([pair.a, pair.b])} <= {0.0, 1.0}
-    spread = pair.spread()
+    d = np.subtract(pair.a, pair.b)
+    differences = [float(np.mean(a) - np.mean(b)) for a, b in zip(pair.a, pair.b, strict=True)]
+    spread = None
+    if primary and what.endpoint in ("accuracy", "formatted") and n > 1 and problems is not None and problems > 1:
+        spread = Spread(disagreement=float((d**2).mean()), seed_sd=MeanSquares.of(d).seed_sd)
     numbers: dict[str, Any] = {}
     if found is not None:
         ends = {"ci_low": found.interval.low, "ci_high": found.interval.high, "detectable": found.detectable}
         numbers = {"difference": found.difference, **ends, "p": found.p, "p_holm": found.adjusted}
     return ComparisonResult(
         **what.model_dump(),
+        **numbers,
         unit=unit,
         scale=scale,
-        **numbers,
         p_seeds=sign_flip(differences) if n > 1 else None,
         mcnemar=tuple(mcnemar(b, a) for a, b in zip(pair.a, pair.b, strict=True)) if binary else (),
-        planned=planned(n, problems) if primary and spread is not None and problems is not None else None,
-        spread=spread if primary else None,
+        planned=planned(n, problems) if spread is not None and problems is not None else None,
+        spread=spread,
         seeds=n,
         problems=problems,
-        per_seed=tuple(SeedValue(seed=s, value=d) for s, d in zip(pair.seeds, differences, strict=True)),
+        per_seed=tuple(SeedValue(seed=s, value=value) for s, value in zip(pair.seeds, differences, strict=True)),
         primary=primary,
         verdict="nothing" if found is None or n < 2 else "shown" if found.distinguishable else "not shown",
         method=None if found is None else found.method,
