@@ -41,7 +41,14 @@ def test_labels_name_the_layers():
     assert [g.label for g in known.groups] == ["layers 0+3 and outside of layers", "layers 1-2"]
     unknown = sigmas(st.AQN(DECAY, multipliers={1: 2.0, 2: 2.0}), 10)
     assert [g.label for g in unknown.groups] == ["all other layers", "layers 1-2"]
-    assert [g.label for g in sigmas(st.AQN(DECAY, zones=Zones()), 10).groups] == ["edge layers", "middle layers"]
+    assert [g.label for g in sigmas(st.AQN(DECAY, zones=Zones()), 10).groups] == ["all layers (edge)", "all layers (middle)"]
+    zoned = sigmas(st.AQN(st.Constant(0.1), multipliers={1: 2.0}, zones=Zones()), 2)
+    assert [(g.label, row) for g, row in zip(zoned.groups, zoned.values, strict=True)] == [
+        ("all other layers (edge)", (0.1, 0.1)),
+        ("all other layers (middle)", (0.1, 0.05)),
+        ("layer 1 (edge)", (0.2, 0.2)),
+        ("layer 1 (middle)", (0.2, 0.1)),
+    ]
 
 
 def test_the_terminal_shows_stages_and_numbers():

@@ -64,7 +64,7 @@ def sigmas(aqn: AQN, total_steps: int, model: nn.Module | int | None = None) -> 
     Args:
         aqn: The noise.
         total_steps: Steps of the run.
-        model: The model, or the number of its decoder layers; needed where zones meet layers or multipliers.
+        model: The model, or the number of its decoder layers, to name the layers of each group.
     """
     if total_steps < 1:
         raise ShaketableError(f"a run has at least one step, not {total_steps}")

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -207,16 +207,20 @@ class AQN(Described):
         return groups
 
     def _unknown_groups(self) -> list[Group]:
-        if self.zones is not None and (self.layers or self.multipliers):
-            raise ShaketableError("zones with layers or multipliers depend on the number of layers; give the model")
-        if self.zones is not None:
-            return [Group("edge layers", (), 1.0, False, True), Group("middle layers", (), 1.0, True, False)]
+        """Each group once for the layers at the edges and once for those in the middle, where there are zones."""
         found: dict[tuple[float, bool], list[int]] = {}
         for layer in self.layers if self.layers is not None else sorted(self.multipliers):
             found.setdefault((self.multipliers.get(layer, 1.0), False), []).append(layer)
-        named = _labelled(found, False, None)
-        rest = "all other layers" if named else "all layers"
-        return [Group(rest, (), 1.0, False, True), *named] if self.layers is None else named
+        groups = _labelled(found, False, None)
+        if self.layers is None:
+            groups.insert(0, Group("all other layers" if groups else "all layers", (), 1.0, False, True))
+        if self.zones is None:
+            return groups
+        return [
+            replace(g, label=f"{g.label} ({'middle' if middle else 'edge'})", middle=middle, outside=g.outside and not middle)
+            for g in groups
+            for middle in (False, True)
+        ]
 
     def sigma(self, group: Group, step: int, total_steps: int, base: float | None = None) -> float:
         """σ of a group's layers at a step; `base` replaces the schedule's."""
