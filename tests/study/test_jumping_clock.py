@@ -136,13 +136,3 @@ def test_files_locks_and_names_do_not_follow_the_clock(tmp_path, monkeypatch, cl
     first = unique_folder(tmp_path, "run")
     RunRecord.create(first, "train", {}, {}).append("finished", step=0)
     assert unique_folder(tmp_path, "run") != first or not first.exists()
-
-
-@CLOCKS
-def test_a_listing_under_a_wrong_clock_shows_what_is_written_now(tmp_path, monkeypatch, clock):
-    times = clock(time.time())
-    monkeypatch.setattr(time, "time", lambda: next(times))
-    record = RunRecord.create(tmp_path / "run", "train", {"steps": 9}, {})
-    for step in range(5):
-        record.append("step", step=step)
-        assert [s.step for s in summaries(tmp_path)] == [step]

@@ -2,7 +2,7 @@
 
 The first line says what the run is: schema, id, verb, resolved configuration, environment. Every later line is an event
 that happened. Nothing is ever rewritten: a run that was killed and resumed appends a `resumed` event that names the step it
-went on from, and whoever reads the record leaves out what was done after that step and is done again. A kill can tear the
+went on from, and readers leave out the steps after it, which are done again. A kill can tear the
 last line; a torn line was never an event, and is cut off before the next one is written.
 
 The lines are a chain: each ends in `"sha"`, the first 16 digits of the SHA-256 of the sha before it and of its own bytes. So a

@@ -127,7 +127,7 @@ class _Loop:
         states = self.ended.states
         for cell in self.cells:
             if states[cell.name] == "elsewhere" and not is_held(self.runs, cell.name):
-                states[cell.name] = "waiting"  # done, or killed: whoever takes it will see
+                states[cell.name] = "waiting"  # done or killed by now: starting it finds out
             before = "done" if cell.needs is None else states[cell.needs]
             if states[cell.name] == "waiting" and before == "failed":
                 self._fail(cell, f"it needs {cell.needs}, which failed")

@@ -1,7 +1,7 @@
 """What a study found, as data: computed by `findings`, then shown in the terminal, as Markdown and HTML, and written as JSON.
 
 A number that is not known is None and is shown as a dash: it must not look like 0. Scores, differences and intervals are
-fractions; whoever shows them reads the unit.
+fractions; `unit` says how they are read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _UNSEEN = re.compile(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069\\ufeff\\ud800-\\udfff"
     "\\U000e0000-\\U000e007f]"
 )
-"""Controls but tab and line break, marks of writing direction, lone surrogates, and tags, which spell text that nobody sees."""
+"""Controls but tab and line break, marks of writing direction, lone surrogates, and tags, which spell invisible text."""
 
 
 class PartResult(BaseModel):
