@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from shaketable.compare.compare import compare
 from shaketable.compare.fingerprint import (
     HEAD_TOKENS,
     FingerprintError,
@@ -15,7 +16,7 @@ from shaketable.compare.fingerprint import (
     fingerprint,
     read_fingerprint,
 )
-from shaketable.errors import ModelError
+from shaketable.errors import ModelError, ShaketableError
 from tests.locate.architectures import build, tokens
 
 IDS = torch.arange(24)[None] * 7 % 64
@@ -192,6 +193,24 @@ def test_how_a_model_was_loaded_does_not_make_it_another(made, tiny_llama, tmp_p
 
     tiny_llama.save_pretrained(tmp_path / "model")
     check_same_model(made.about, AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval())
+
+
+def compiled_layer(model):
+    model.transformer.h[1] = torch.compile(model.transformer.h[1])
+    return model
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, compiled_layer, nn.Module.train], ids=lambda f: f.__name__)
+def test_a_wrapped_or_training_model_is_the_model_in_eval_mode(wrap):
+    good, model = fingerprint(build("gpt2"), input_ids=tokens()), wrap(build("gpt2"))
+    assert fingerprint(model, input_ids=tokens()).about.weights_sha256 == good.about.weights_sha256
+    assert compare(good, model).sentence.startswith("SAME")
+
+
+@pytest.mark.parametrize("ids", [IDS[0], IDS.repeat(2, 1), IDS[:, :1], IDS + 5000], ids=["1d", "batch", "short", "large"])
+def test_tokens_that_cannot_be_run_are_refused_in_one_line(tiny_llama, ids):
+    with pytest.raises(ShaketableError, match=r"\A(input_ids has shape|a plain forward of)[^\n]+\Z"):
+        fingerprint(tiny_llama, input_ids=ids)
 
 
 def test_a_model_without_layers_is_refused():

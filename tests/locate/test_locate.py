@@ -390,6 +390,7 @@ def broken(change):
         (lambda: build("llama").to("meta"), "meta device"),
         (lambda: broken(lambda m: setattr(m.config, "quantization_config", {"quant_method": "gptq"})), "quantized .gptq."),
         (lambda: torch.nn.Linear(4, 4), "no list of decoder layers"),
+        (lambda: "nano", "the model is a str; give a loaded model"),
     ],
 )
 def test_models_that_cannot_be_judged_are_refused_in_one_line(model, message):

@@ -131,6 +131,49 @@ def token_batch(tokenizer: Any, prompts: Sequence[str] | None, tokens: int) -> T
     return torch.tensor([ids])
 
 
+def one_sequence(ids: Tensor) -> Tensor:
+    """These token ids, if they are one sequence of at least two."""
+    if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] < 2:
+        raise ShaketableError(f"input_ids has shape {tuple(ids.shape)}; give one sequence of at least 2 tokens, (1, n)")
+    return ids
+
+
+# ---- the model as it is judged
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """The model inside of torch.compile's, DataParallel's and DDP's wrappers."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model is a {type(model).__name__}; give a loaded model, such as shaketable.load_model returns")
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    inner = model._modules.get("module" if isinstance(model, wrappers) else "_orig_mod")
+    return model if inner is None else unwrapped(inner)
+
+
+@contextmanager
+def as_deployed(model: nn.Module) -> Iterator[None]:
+    """Eval mode, no autocast, nothing compiled; every module's mode comes back, and every wrapper of torch.compile."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    compiled = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if "_orig_mod" in child._modules
+    ]
+    for parent, name, child in compiled:
+        parent._modules[name] = child._modules["_orig_mod"]
+    device = next(model.parameters()).device.type
+    try:
+        with torch.autocast(device, enabled=False), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+        for parent, name, child in compiled:
+            parent._modules[name] = child
+
+
 # ---- trace
 
 
@@ -226,7 +269,13 @@ def forward(model: nn.Module, ids: Tensor, arguments: Arguments | None = None) -
 
 def _call(model: nn.Module, ids: Tensor, arguments: Arguments | None) -> Any:
     """The model's answer; a cache among the arguments stays as it is."""
-    return call_with_tokens(model, ids, copied(dict(arguments), torch.clone) if arguments else arguments)
+    try:
+        return call_with_tokens(model, ids, copied(dict(arguments), torch.clone) if arguments else arguments)
+    except (torch.OutOfMemoryError, MemoryError, ShaketableError):
+        raise
+    except Exception as error:
+        line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelError(f"a plain forward of {type(model).__name__} fails on these tokens: {line}") from error
 
 
 def trace(model: nn.Module, ids: Tensor, reference: Reference, arguments: Arguments | None = None) -> Trace:

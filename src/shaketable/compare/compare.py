@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from shaketable.capture.recorder import Record, Recording, main_result, watched
 from shaketable.capture.reference import Reference, describe
-from shaketable.capture.trace import Arguments, LayerCall, record_layer, trace
+from shaketable.capture.trace import Arguments, LayerCall, as_deployed, record_layer, trace, unwrapped
 from shaketable.compare.fingerprint import Fingerprint, Progress, check_same_model, read_fingerprint
 from shaketable.faults.noise import rms
 from shaketable.locate.replay import Judgement, as_autocast, judge
@@ -271,8 +271,10 @@ def compare(
         FingerprintError: The fingerprint is of another model.
     """
     made = fingerprint if isinstance(fingerprint, Fingerprint) else read_fingerprint(Path(fingerprint))
-    check_same_model(made.about, model, layers)
-    return _Replay(made, model, arguments, layers).run(progress)
+    model = unwrapped(model)
+    with as_deployed(model):
+        check_same_model(made.about, model, layers)
+        return _Replay(made, model, arguments, layers).run(progress)
 
 
 class _Replay:

@@ -32,7 +32,17 @@ from torch import Tensor, nn
 
 from shaketable.capture.recorder import Record, Recording
 from shaketable.capture.reference import Reference, check_model, describe, input_embedding
-from shaketable.capture.trace import Arguments, LayerCall, Trace, record_layer, token_batch, trace
+from shaketable.capture.trace import (
+    Arguments,
+    LayerCall,
+    Trace,
+    as_deployed,
+    one_sequence,
+    record_layer,
+    token_batch,
+    trace,
+    unwrapped,
+)
 from shaketable.errors import ShaketableError
 from shaketable.io.replacing import replacing
 from shaketable.records.weight_hash import digest
@@ -162,11 +172,12 @@ def fingerprint(
         layers: Path of the module that holds the decoder layers, where they are not found by themselves.
         progress: Called with (layers done, layers in all, what is done).
     """
-    ids = input_ids if input_ids is not None else token_batch(tokenizer, prompts, tokens)
+    model = unwrapped(model)
+    ids = one_sequence(token_batch(tokenizer, prompts, tokens) if input_ids is None else input_ids)
     check_model(model, layers)
-    reference = Reference(model, layers=layers)
     device = next(model.parameters()).device
-    with torch.no_grad():
+    with torch.no_grad(), as_deployed(model):
+        reference = Reference(model, layers=layers)
         traced = trace(model, ids.to(device), reference, arguments)
         store = _Tensors()
         store.put("ids", ids)
@@ -176,7 +187,8 @@ def fingerprint(
         stored = [_store_layer(store, call, reference, len(traced.calls), progress) for call in traced.calls]
         before, after = _store_outside(store, traced, model, reference)
         unsteady = _unsteady(traced, model, ids.to(device), reference, arguments)
-    facts = describe(model, layers) | {"model": name or type(model).__name__, "tokens": ids.shape[-1], "prompts": prompts}
+        facts = describe(model, layers)
+    facts |= {"model": name or type(model).__name__, "tokens": ids.shape[-1], "prompts": prompts}
     facts |= {"layers": stored, "before": before, "after": after, "aliases": store.aliases, "unsteady": unsteady}
     return Fingerprint(Metadata.model_validate(facts), store.tensors)
 

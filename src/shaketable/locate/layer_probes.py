@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shaketable.capture.recorder import Recording, channels, differing, main_result, same
 from shaketable.capture.reference import Reference, sets_attribute
 from shaketable.capture.trace import LayerCall, Trace, record_layer
+from shaketable.errors import ShaketableError
 from shaketable.locate import twins
 from shaketable.locate.diagnosis import Evidence, LayerReport, Result
 from shaketable.locate.replay import Violation, judge, rows_of
@@ -420,6 +421,8 @@ def failure(called: str, error: Exception) -> str:
     """Why something could not be called, in one line."""
     if isinstance(error, torch.OutOfMemoryError):
         raise error
+    if isinstance(error, ShaketableError):
+        return str(error)
     return f"{called} cannot be called: {next(iter(str(error).splitlines()), type(error).__name__)}"
 
 

@@ -23,7 +23,18 @@ from torch import Tensor, nn
 import shaketable
 from shaketable.capture.recorder import Recording, main_result
 from shaketable.capture.reference import Reference, check_model, product_name
-from shaketable.capture.trace import Arguments, LayerCall, Trace, forward, record_layer, token_batch, trace
+from shaketable.capture.trace import (
+    Arguments,
+    LayerCall,
+    Trace,
+    as_deployed,
+    forward,
+    one_sequence,
+    record_layer,
+    token_batch,
+    trace,
+    unwrapped,
+)
 from shaketable.errors import InertError, ModelError, ShaketableError
 from shaketable.locate import srdd
 from shaketable.locate.diagnosis import MODES, Diagnosis, LayerStatistics
@@ -46,7 +57,6 @@ Progress = Callable[[int, int, str], None]
 STATISTICS_TOKENS = 128
 BATCH_TOKENS = 32
 """Length of the two sequences that are run as a batch."""
-WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 NEVER_RUN = ("compiled graphs", "autocast", "training mode", "backward", "padding", "other tokens, lengths and batch sizes")
 FAST_PATH = "the fast path of torch's own attention and encoder layers"
 
@@ -100,45 +110,13 @@ def locate(
     check_model(model, layers)
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     tokens = min(tokens, longest) if isinstance(longest, int) and longest > 1 else tokens
-    ids = input_ids if input_ids is not None else token_batch(tokenizer, prompts, tokens)
-    if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] < 2:
-        raise ShaketableError(f"input_ids has shape {tuple(ids.shape)}; locate runs one sequence of at least 2 tokens")
+    ids = one_sequence(token_batch(tokenizer, prompts, tokens) if input_ids is None else input_ids)
     try:
-        with _still(model):
+        with as_deployed(model):
             run = Locator(model, mode, source, seed, progress, layers, arguments=arguments, quick=quick, strict=strict)
             return run.run(ids, plan)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(f"there is not enough memory on {_device(model)} for one layer's probes; use fewer tokens") from error
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of torch.compile's, DataParallel's and DDP's wrappers."""
-    name = "module" if isinstance(model, WRAPPERS) else "_orig_mod"
-    inner = model._modules.get(name)
-    return model if inner is None else unwrapped(inner)
-
-
-@contextmanager
-def _still(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no autocast, nothing compiled; every module's mode comes back, and every wrapper of torch.compile."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    compiled = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if "_orig_mod" in child._modules
-    ]
-    for parent, name, child in compiled:
-        parent._modules[name] = child._modules["_orig_mod"]
-    try:
-        with torch.autocast(_device(model).type, enabled=False), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module in training:
-            module.training = True
-        for parent, name, child in compiled:
-            parent._modules[name] = child
 
 
 class Locator:
@@ -284,16 +262,10 @@ class Locator:
     def _plain_forwards(self, ids: Tensor) -> tuple[list[Tensor], float]:
         """Logits of two plain forwards, and the unit of cost: the faster of them. They are not counted themselves."""
         times, logits = [], []
-        try:
-            for _ in range(2):
-                start = self._now()
-                logits.append(forward(self.model, ids, self.arguments))
-                times.append(self._now() - start)
-        except (torch.OutOfMemoryError, ShaketableError):
-            raise
-        except Exception as error:
-            line = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ModelError(f"a plain forward of {type(self.model).__name__} fails on these tokens: {line}") from error
+        for _ in range(2):
+            start = self._now()
+            logits.append(forward(self.model, ids, self.arguments))
+            times.append(self._now() - start)
         return logits, min(times)
 
     def statistics(self, part: ProbedPart) -> LayerStatistics | None:
