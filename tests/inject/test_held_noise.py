@@ -7,7 +7,6 @@ from torch import nn
 import shaketable as st
 from shaketable.inject.injection import Injection
 from shaketable.plan import Plan
-from shaketable.sites.phases import current_rollout
 
 PLAN = "absolute_gaussian:0.1@module.linear,point=weight,phase=rollout+train"
 
@@ -134,19 +133,6 @@ def test_a_compiled_model_holds_too():
                 assert torch.allclose(a, b, atol=1e-6)
     assert injection.ledger.sites[0].forward == other.ledger.sites[0].forward == 2
     torch._dynamo.reset()
-
-
-def test_rollouts_are_numbered_outside_in():
-    assert current_rollout() is None
-    with st.phase("rollout"):
-        number = current_rollout()
-        with st.phase("rollout"):
-            assert current_rollout() == number
-        with st.phase("eval"):
-            assert current_rollout() is None
-    assert current_rollout() is None
-    with st.phase("rollout"):
-        assert current_rollout() not in (None, number)
 
 
 def test_what_is_off_leaves_nothing_in_a_captured_graph():

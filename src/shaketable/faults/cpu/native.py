@@ -112,11 +112,13 @@ def _kernel(name: str, *tensors: Tensor) -> Any:
     """The kernel for plain CPU tensors of one type; None where there is none."""
     import torch
 
-    plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors)
-    suffix = {torch.float32: "f32", torch.bfloat16: "bf16"}.get(tensors[0].dtype)
-    library = _library()
-    if not plain or suffix is None or library is None or any(x.dtype != tensors[0].dtype for x in tensors):
+    library, dtype = _library(), tensors[0].dtype
+    suffix = "f32" if dtype is torch.float32 else "bf16" if dtype is torch.bfloat16 else None
+    if library is None or suffix is None:
         return None
+    for x in tensors:
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu" or x.dtype is not dtype:
+            return None
     return getattr(library, f"{name}_{suffix}")
 
 
