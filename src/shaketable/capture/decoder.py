@@ -48,7 +48,7 @@ class DecoderParts:
         """The parts of a model; an error in one line where it has another shape."""
         layers, paths = find_layers(model)
         for layer in layers:
-            lacks = [n for n in NORMS if n not in layer._modules]
+            lacks = [n for n in (*NORMS, "mlp") if n not in layer._modules]
             lacks += [n for n in ATTENTION if not hasattr(layer._modules.get("self_attn"), n)]
             if lacks or len([n for n in layer._modules if "norm" in n]) != len(NORMS):
                 what = f"has no {lacks[0]}" if lacks else "has other norms"

@@ -172,6 +172,8 @@ def _rotations(call: OperatorCall, own: Recompute) -> Variants:
     rotary, x = own.model.get_submodule(own.decoder.rotary), call.inputs["x"].float()
     positions = call.inputs["positions"].unsqueeze(0).to(own.device)
     cos, sin = (t[0].cpu().unsqueeze(1) for t in rotary(torch.zeros(1, device=own.device), positions))
+    if cos.shape[-1] != x.shape[-1]:  # only a part of each head is rotated
+        return
     half = x.shape[-1] // 2
     for what, dtype in (("", own.dtype), (", with cos and sin in float32", torch.float32)):
         made = x * cos.to(dtype).float() + torch.cat([-x[..., half:], x[..., :half]], -1) * sin.to(dtype).float()

@@ -33,7 +33,8 @@ def routing(model: Any, tokens: list[int]) -> dict[int, Routed] | None:
                 found[layer] = Routed(output[2].cpu(), output[1].double().cpu())
                 return
             logits = output[0] if isinstance(output, tuple) else output
-            found[layer] = Routed(logits.reshape(-1, logits.shape[-1]).topk(int(k)).indices.cpu())
+            if logits.shape[-1] >= int(k):  # a gate of a shared expert chooses nothing
+                found[layer] = Routed(logits.reshape(-1, logits.shape[-1]).topk(int(k)).indices.cpu())
 
         return hook
 
