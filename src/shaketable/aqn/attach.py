@@ -48,10 +48,22 @@ def plan_of(aqn: AQN, anatomy: Anatomy, total_steps: int | None = None) -> tuple
     alone = len(groups) == 1
     if total_steps is not None and aqn.zones is not None:
         groups = [g for g in groups if any(aqn.sigma(g, step, total_steps) for step in range(total_steps))] or groups
-    placed = [(site, group) for group in groups for site in _sites(aqn, group, anatomy, alone)]
-    clauses = tuple(Clause(fault=_fault(aqn, group), site=site) for site, group in placed)
-    _check_once(clauses, anatomy)
-    return Plan(clauses=clauses, seed=aqn.seed), [group for _, group in placed]
+    kind = KINDS[aqn.form, aqn.unit]
+    clauses: list[Clause] = []
+    owners: list[Group] = []
+    hit: set[int] = set()
+    for group in groups:
+        strongest = aqn.schedule.peak() * group.multiplier  # the magnitude follows the schedule once it is attached
+        fault: Any = make_fault({"kind": kind, "magnitude": strongest})
+        for site in _sites(aqn, group, anatomy, alone):
+            clause = Clause(fault=fault, site=site)
+            for target in targets(clause, anatomy):
+                if id(target.part.module) in hit:  # a name outside of the layers can also end a name inside of them
+                    raise ShaketableError(f"AQN would act on {target.part.name} twice; name the layers it should act on")
+                hit.add(id(target.part.module))
+            clauses.append(clause)
+            owners.append(group)
+    return Plan(clauses=tuple(clauses), seed=aqn.seed), owners
 
 
 def check_order(aqn: AQN, noise: Plan, faults: Plan | None, anatomy: Anatomy) -> None:
@@ -71,43 +83,20 @@ def _outputs(plan: Plan, anatomy: Anatomy) -> set[int]:
     return {id(target.part.module) for clause in clauses for target in targets(clause, anatomy) if target.point == "output"}
 
 
-def _fault(aqn: AQN, group: Group) -> Any:
-    """The fault at its strongest; its magnitude follows the schedule once it is attached."""
-    return make_fault({"kind": KINDS[aqn.form, aqn.unit], "magnitude": aqn.schedule.peak() * group.multiplier})
-
-
 def _sites(aqn: AQN, group: Group, anatomy: Anatomy, alone: bool) -> list[Site]:
     phase = PHASES[aqn.where]
     if aqn.form == "output":
         return [Site(level="layer", names=tuple(str(layer) for layer in group.layers), phase=phase)]
     here: dict[str, Any] = {"level": "module", "point": ("weight",), "phase": phase}
+    names, beyond = aqn.roles, aqn.roles
+    if anatomy.is_moe:
+        names = tuple(dict.fromkeys(role if role in ("linear", *NORMS) else MOE_NORM for role in aqn.roles))
+        beyond = tuple(role for role in aqn.roles if role == "linear")
     if alone and group.outside:
-        return [Site(names=_names(aqn, anatomy), **here)]
-    inside = [Site(names=_names(aqn, anatomy), layers=Layers.of(group.layers), **here)] if group.layers else []
-    beyond = _beyond(aqn, anatomy) if group.outside else ()
-    return [*inside, *([Site(names=beyond, **here)] if beyond else [])]
-
-
-def _names(aqn: AQN, anatomy: Anatomy) -> tuple[str, ...]:
-    if not anatomy.is_moe:
-        return aqn.roles
-    return tuple(dict.fromkeys(role if role in ("linear", *NORMS) else MOE_NORM for role in aqn.roles))
-
-
-def _beyond(aqn: AQN, anatomy: Anatomy) -> tuple[str, ...]:
-    """Names of what lies outside of the decoder layers and has a role that is asked for."""
-    roles = [role for role in aqn.roles if role == "linear" or not anatomy.is_moe]
-    return tuple(part.name for part in anatomy.parts if part.layer is None and part.role in roles and part.weights)
-
-
-def _check_once(clauses: tuple[Clause, ...], anatomy: Anatomy) -> None:
-    """No weight may have noise twice: a name outside of the layers can also end a name inside of them."""
-    seen: set[int] = set()
-    for clause in clauses:
-        for target in targets(clause, anatomy):
-            if id(target.part.module) in seen:
-                raise ShaketableError(f"AQN would act on {target.part.name} twice; name the layers it should act on")
-            seen.add(id(target.part.module))
+        return [Site(names=names, **here)]
+    sites = [Site(names=names, layers=Layers.of(group.layers), **here)] if group.layers else []
+    outside = [part.name for part in anatomy.parts if part.layer is None and part.role in beyond and part.weights]
+    return [*sites, Site(names=tuple(outside), **here)] if group.outside and outside else sites
 
 
 class AttachedAQN:
