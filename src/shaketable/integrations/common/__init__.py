@@ -1,1 +1,1 @@
-"""What all frameworks share: instructions to workers, their reports, and the check of sampler against trainer."""
+"""Shared by all frameworks: instructions to workers, their reports, and the check of sampler against trainer."""

@@ -27,7 +27,7 @@ from shaketable.mismatch.weights import compare
 ROLLOUTS = 4
 """Completions of one check."""
 BUDGET = 0.01
-"""Of the training's time: while checks have taken more, floor and shares are left out."""
+"""Share of the training's time: while checks have taken more, floor and shares are left out."""
 PREFIX = "shaketable/mismatch/"
 """Before every name in the trainer's own log."""
 
@@ -67,7 +67,7 @@ def gap(engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]]) -
 
 
 def floor_and_share(side: Trainer, engine: RolloutEngine | None, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """How far each side is from itself, and the family of operators that causes most of the divergence, by name."""
+    """The distance of each side from itself, and the family of operators that causes most of the divergence, by name."""
     if not rollouts:
         return {}
     own = side.logprobs(rollouts)

@@ -89,9 +89,9 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         self.sampler: Colocated | None = None
         """The vLLM of this process, when it samples."""
         self._earlier: Ledger | None = None
-        """What was done before the checkpoint that this training was resumed from."""
+        """The ledger up to the checkpoint that this training was resumed from."""
         self.merged: Ledger | None = None
-        """What plan and AQN did on all ranks, when training has ended."""
+        """The ledger of all ranks, when training has ended."""
         self._exchanged: Exchanged | None = None
         self._call: FrameType | None = None
         self._evaluates = self.plan is not None and any("eval" in c.site.phase for c in self.plan.clauses)
@@ -167,7 +167,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
             raise InertError(f"{errors} (after the first step)")
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """What was done up to a checkpoint goes into it, for a training that is resumed from there."""
+        """Write the ledger so far into the checkpoint, for a training that is resumed from there."""
         self._keep(Path(args.output_dir, f"checkpoint-{state.global_step}", IN_CHECKPOINT))
 
     def _keep(self, *files: Path) -> None:
@@ -186,7 +186,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         return Ledger.merge([*([] if self._earlier is None else [self._earlier]), *ledgers])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
-        """What was injected since the last line, beside the losses."""
+        """Log what was injected since the last line, beside the losses."""
         if logs is not None and "loss" in logs and self._exchanged is not None:
             found = self._metrics()
             for place in (logs, state.log_history[-1]):
@@ -246,7 +246,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Whatever leaves the trainer's method by an exception leaves a clean model; a vLLM that died with it hides nothing."""
+        """An exception in the trainer's method leaves a clean model, and is raised even where a dead vLLM cannot be cleaned."""
         try:
             yield
         except BaseException as error:
@@ -297,7 +297,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
 
     @property
     def ledger(self) -> Ledger:
-        """What happened on this rank: the clauses of the plan, then those that AQN is made of."""
+        """The ledger of this rank: the clauses of the plan, then those that AQN is made of."""
         parts = [] if self.injection is None else [self.injection.ledger]
         parts += [] if self.noise is None else [self.noise.ledger]
         parts += [] if self.sampler is None else self.sampler.ledgers()
@@ -392,7 +392,7 @@ def _is_unfinished(file: Path) -> bool:
 
 
 def _in_checkpoint(args: Any, state: Any) -> Ledger | None:
-    """What had been done when the checkpoint was saved that a training is resumed from."""
+    """The ledger in the checkpoint that a training is resumed from."""
     file = Path(args.output_dir, f"checkpoint-{state.global_step}", IN_CHECKPOINT)
     return Ledger.from_dict(json.loads(file.read_text(encoding="utf-8"))) if state.global_step and file.exists() else None
 

@@ -1,4 +1,4 @@
-"""How far sampler and trainer are apart, every so many steps of a TRL training: `ShaketableCallback(mismatch_every=50)`.
+"""The sampler compared with the trainer, every so many steps of a TRL training: `ShaketableCallback(mismatch_every=50)`.
 
 A check comes right after completions were generated, when the sampler has the weights of this step. Who samples decides what
 can be measured:

@@ -87,7 +87,7 @@ class Colocated:
         return 0.0 if self.aqn is None else self.aqn.schedule.sigma(self.step, self.total_steps)
 
     def ledgers(self) -> list[Ledger]:
-        """What plan and AQN did in the workers."""
+        """The ledgers of plan and AQN in the workers."""
         reports = self._engine.ledger() if self._reports is None else self._reports
         own = [what for what in ("plan", "aqn") if getattr(self, what) is not None]
         return [found for what in own if (found := merged(reports, what)) is not None]
@@ -129,7 +129,7 @@ def sampler_of(trainer: Any, plan: Plan | None, aqn: AQN | None, total_steps: in
 
 
 def samples_with_vllm(trainer: Any) -> bool:
-    """What the trainer's arguments say; a trainer that has a vLLM and no such argument is one that we do not know."""
+    """Whether vLLM samples, by the trainer's arguments; a trainer that has a vLLM and no such argument is refused."""
     if not hasattr(trainer.args, "use_vllm") and getattr(trainer, "vllm_generation", None) is not None:
         check_object("trl trainer", trainer.args, "use_vllm")
     return bool(getattr(trainer.args, "use_vllm", False))

@@ -23,7 +23,7 @@ from shaketable.io.yaml_file import read_yaml
 DOCUMENTS = Path(__file__).with_name("documents.yaml")
 RECIPES = Path(__file__).parents[2] / "data" / "verl"
 SHOWN = "examples/verl/"
-"""What `RECIPES` is called in a checkout."""
+"""The path of `RECIPES` in a checkout."""
 BFLOAT16_SCALE = 2e-3
 """Relative noise below it is rounded away in bfloat16, so a recipe computes in float32."""
 TRAIN_PPO = "train_ppo.py"
@@ -98,7 +98,7 @@ def _reachable(command: str) -> str:
 
 
 def variables_answer(environ: Mapping[str, str], command: str = " …") -> str | None:
-    """What to write in place of `VERL_NOISY_OPS_*`, which only verl reads; None where they ask for nothing."""
+    """The plan to use in place of `VERL_NOISY_OPS_*`, which only verl reads; None where they ask for nothing."""
     if (plan := translate({}, environ).plan) is None:
         return None
     text = plan.text().replace(",phase=rollout+train", "")

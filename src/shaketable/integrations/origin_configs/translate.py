@@ -96,7 +96,7 @@ def translate(config: Mapping[str, Any], environ: Mapping[str, str] | None = Non
 
 @dataclass(frozen=True)
 class Found:
-    """What one group of keys became: part of a plan, an AQN, or nothing when it is off."""
+    """The translation of one group: part of a plan, an AQN, or nothing when it is off."""
 
     name: str
     note: str = "off"
@@ -168,7 +168,7 @@ class Keys(BaseModel):
 
     @classmethod
     def found_in(cls, config: Mapping[str, Any]) -> Found | None:
-        """What the group of a config became; None when there is none."""
+        """The translation of this group of a config; None when there is none."""
         found: Any = config
         for part in cls.name.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
@@ -200,12 +200,12 @@ class Keys(BaseModel):
 
     @classmethod
     def written(cls, key: str) -> str:
-        """How a key is called in an error."""
+        """The full name of a key in an error."""
         return f"{cls.name}.{key}"
 
     @property
     def is_on(self) -> bool:
-        """What `enabled` says, which a group with any other key must have: a test's parameters alone are neither on nor off."""
+        """`enabled`, which a group with any other key must have: the parameters of a test alone are neither on nor off."""
         if self.model_fields_set and "enabled" not in self.model_fields_set:
             first = next(key for key in type(self).model_fields if key in self.model_fields_set)
             what = f"{self.name} has {first} and no enabled"
@@ -213,7 +213,7 @@ class Keys(BaseModel):
         return self.enabled
 
     def meaning(self, config: Mapping[str, Any]) -> Found:
-        """What keys that are on become."""
+        """The translation of keys that are on."""
         raise NotImplementedError
 
     def problem(self, key: str, accepted: str) -> ShaketableError:
@@ -452,7 +452,7 @@ class WeightNoiseKeys(Keys):
         return Found(self.name, "; ".join(part for part in (smooth, note) if part), aqn=aqn)
 
     def _roles(self) -> tuple[str, ...]:
-        """Whose weights: the norms that `target_modules` names, or all of `layer_types`."""
+        """The modules whose weights get noise: the norms that `target_modules` names, or all of `layer_types`."""
         self.check_names("target_modules", ("rmsnorm", "norm", *NORMS))
         self.check_names("exclude_patterns", (*LEFT_OUT, *NORMS))
         self.check_names("layer_types", ROLES)

@@ -154,7 +154,7 @@ def _make_trainer(chosen: Any, config: Any) -> Any:
 
 
 def asked(config: Any, driven: Collection[Path] | None = None) -> Shaking | None:
-    """What a config of verl asks of us; None when it asks nothing.
+    """The faults that a config of verl asks for; None without any.
 
     Args:
         config: verl's.

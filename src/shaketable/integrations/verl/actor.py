@@ -50,7 +50,7 @@ class ActorFaults:
 
     @property
     def injections(self) -> list[Injection]:
-        """What acts on the model."""
+        """The injections of plan and AQN."""
         noise = None if self.noise is None else self.noise.injection
         return [found for found in (self.plan, noise) if found is not None]
 
@@ -74,7 +74,7 @@ class ActorFaults:
                 injection.disable()
 
     def report(self) -> dict[str, Any]:
-        """What was done here, as plain data."""
+        """The report of this worker, as plain data."""
         return {
             "rank": this_rank(),
             "instructions": self.instructions.digest(),

@@ -1,4 +1,4 @@
-"""What verl's driver refuses when it reads a config, before it fails minutes later in some worker. Imports no torch.
+"""Checks of a config by verl's driver, of what would fail minutes later in some worker. Imports no torch.
 
 vLLM computes q, k and v as one product, and gate and up as another, under names that the trainer's model does not have, and the
 other way round. Models that do have them (Phi has `qkv_proj`) take `*qkv_proj`, which is not judged here. FSDP1
@@ -150,7 +150,7 @@ def _needs_shapes(clause: Clause) -> bool:
 
 
 def vllm_options(rollout: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the config hands to vLLM as it is."""
+    """The options that the config hands to vLLM as they are."""
     found: Mapping[str, Any] = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
     return found
 
@@ -164,7 +164,7 @@ def _captures(rollout: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
 
 
 def _in_activations(made: Shaking) -> Iterator[str]:
-    """What acts in samplers elsewhere than in weights."""
+    """Clauses and AQN that act in samplers elsewhere than in weights."""
     for clause in _clauses(made, "sampler"):
         if clause.site.level == "op" or set(clause.points) != {"weight"}:
             yield clause.text()

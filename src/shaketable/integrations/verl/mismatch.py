@@ -1,4 +1,4 @@
-"""How far sampler and trainer are apart, every so many steps of a verl training: `+shaketable.mismatch.every=50`.
+"""Samplers compared with actors, every so many steps of a verl training: `+shaketable.mismatch.every=50`.
 
     a step            the samplers' log-probabilities against the actors' own, of every completion: the gap
     after its sync    samplers have the new weights and are awake: weights against weights; floor and share, if there is time

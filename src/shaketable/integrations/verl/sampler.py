@@ -23,7 +23,7 @@ STRIDE = 4096
 
 
 class SamplerExtension(extension.Extension, vLLMColocateWorkerExtension):  # type: ignore[misc]
-    """What a sampler answers over `collective_rpc`."""
+    """Calls that a sampler answers over `collective_rpc`."""
 
     def __new__(cls, **kwargs: Any) -> Any:
         """Made by vLLM, with the arguments of its worker."""

@@ -35,7 +35,7 @@ OBSERVER = "shaketable.integrations.verl.sampler.ObservedSampler"
 RECORD = "shaketable.json"
 """Beside checkpoints: the plan and the AQN that they were made under."""
 ORDERS = "instructions.json"
-"""What a trainer of ours leaves in the folder of ledgers, before anything else."""
+"""The first file that our trainer writes into the folder of ledgers."""
 Validate = Literal["clean", "plan", "both"]
 PHASES = {"rollout": ("rollout",), "actor": ("train",), "both": ("rollout", "train")}
 
@@ -67,7 +67,7 @@ class ShaketableKeys(BaseModel):
     validate_: Validate | None = Field(default=None, alias="validate")
     """Validations without faults, under the plan, or both ways; when left out, under it where a clause names `eval`."""
     mismatch: MismatchKeys | None = None
-    """How far samplers and actors are apart, every so many steps; without plan and aqn, which would be measured too."""
+    """Compare samplers with actors every so many steps; without plan and aqn, which would be measured too."""
     ledger: str | None = None
     """A folder for this run's ledgers."""
 
@@ -95,7 +95,7 @@ def _check_group(where: str, group: Any, model: type[BaseModel]) -> None:
 
 
 class Shaking(BaseModel):
-    """What one run is to do."""
+    """The faults, the noise and the measurements of one run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -104,7 +104,7 @@ class Shaking(BaseModel):
     mismatch: MismatchKeys | None = None
     ledger: Path
     validations: Validate = "clean"
-    """How validations are scored."""
+    """Whether validations are clean, under the plan, or both."""
     lines: tuple[str, ...] = ()
     """To print at the start."""
 
@@ -128,7 +128,7 @@ class Shaking(BaseModel):
 
     @property
     def extension(self) -> str | None:
-        """What vLLM's workers are to be made with; None when nothing is asked of samplers."""
+        """The worker extension of vLLM; None when samplers get nothing."""
         if self.mismatch is not None:
             return OBSERVER
         return EXTENSION if self.instructions("sampler", 1) is not None else None
@@ -185,7 +185,7 @@ def refuse_pinned(config: Mapping[str, Any], known: Collection[Path]) -> None:
 
 
 def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking | None:
-    """What a whole config asks for; None when it has none of our keys, nor of the origin's.
+    """The faults that a whole config asks for; None without keys of ours or of the origin's.
 
     A config that verl's driver has checked carries the answer in `shaketable.resolved`.
 
@@ -299,7 +299,7 @@ def _placed(plan: Plan, keys: ShaketableKeys) -> Plan:
 
 
 def _validations(plan: Plan | None, keys: ShaketableKeys) -> Validate:
-    """How validations are to be scored, if that can be done with what the plan has for them."""
+    """Whether validations are clean, under the plan, or both; refuses what the plan has no clause for."""
     named = [c for c in plan.clauses if "eval" in c.site.phase and _is_for(c, "sampler")] if plan is not None else []
     if keys.validate_ is None:
         return "plan" if named else "clean"
@@ -336,7 +336,7 @@ def _folder(config: Mapping[str, Any], keys: ShaketableKeys) -> Path:
 
 
 def _lines(made: Shaking) -> list[str]:
-    """What will be done, by role."""
+    """The lines that say what will be done, by role."""
     lines = []
     for role, who in (("sampler", "samplers"), ("actor", "actors")):
         if (instructions := made.instructions(role, 1)) is not None:

@@ -48,7 +48,7 @@ class VerlWorkers:
         """
         self.folder, self.instructions, self.size, self.patience = folder, instructions, size, patience
         self.now: dict[str, list[dict[str, Any]]] = {role: [] for role in instructions}
-        """What each worker of a role said of itself when it was read last."""
+        """The newest report of each worker, by role."""
         self._before = dict(self.now)
         self._was_due: set[tuple[str, str, int]] = set()
         """Role, plan or aqn, and number of the clause (0 for all of AQN)."""
@@ -242,7 +242,7 @@ class VerlWorkers:
 
 
 def name(report: Mapping[str, Any]) -> str:
-    """How a worker is called in messages."""
+    """The name of a worker in messages."""
     return f"{report['role']} {report['rank']} (pid {report['pid']})"
 
 
@@ -268,7 +268,7 @@ def _sigma(report: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Span:
-    """What the workers of one role did between two readings of their reports.
+    """The difference between two readings of the reports of one role.
 
     A ledger only grows, so a step is the difference of two readings: fires by clause and phase for each worker, and the error
     from the sums that were added. A ledger measures the 1st, 2nd, 4th, 8th, … hit of a spot. A step in which nothing was
@@ -286,13 +286,13 @@ class Span:
         ways: Iterable[str] = BOTH,
         clause: int | None = None,
     ) -> int:
-        """Of one worker: by plan or aqn, in a phase or all, in some directions, of one clause or all."""
+        """Fires of one worker: by plan or aqn, in a phase or all, in some directions, of one clause or all."""
         earlier = [old for old in self.before if _who(old) == _who(report)]
         counts = [_count(found, what, phase, tuple(ways), clause) for found in (report, *earlier)]
         return counts[0] - sum(counts[1:])
 
     def total(self, what: str, phase: str | None = None, ways: Iterable[str] = BOTH, clause: int | None = None) -> int:
-        """Of all workers."""
+        """Fires of all workers."""
         return sum(self.fires(report, what, phase, tuple(ways), clause) for report in self.now)
 
     def error(self, what: str) -> float | None:

@@ -170,7 +170,7 @@ def resetting(rpc: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Extension:
-    """What a worker answers over `collective_rpc`. Subclass it together with a framework's own extension."""
+    """Calls that a worker answers over `collective_rpc`. Subclass it together with a framework's own extension."""
 
     def set_plan(self, plan: str, seed: int = 0, rank: int | None = None, *, cache_was_reset: bool = False) -> None:
         """Put a plan in place of the one there is; compiled models take only a plan with the same sites."""
@@ -203,7 +203,7 @@ class Extension:
         _shaker(self, cache_was_reset).clear()
 
     def ledger(self) -> dict[str, Any]:
-        """What this worker did: the ledgers of plan and AQN, its instructions' digest, σ per layer, step and phase."""
+        """The report of this worker: the ledgers of plan and AQN, its instructions' digest, σ per layer, step and phase."""
         return _shaker(self, True).report()
 
 

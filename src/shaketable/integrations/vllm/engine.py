@@ -57,7 +57,7 @@ class EngineAnswer:
     tokens: list[int]
     logprobs: list[float]
     prompt_logprobs: list[float]
-    """Of every token of the prompt; the first has none."""
+    """One for every token of the prompt; the first has none."""
     finish: str
     cached: int
     """Tokens of the prompt that were in the prefix cache."""

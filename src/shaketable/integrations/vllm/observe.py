@@ -231,7 +231,7 @@ def _unpacked(packed: Tensor, kernel: Any) -> Tensor:
 
 
 def undone(packed: Tensor, pack: Callable[[Tensor], Tensor]) -> Tensor:
-    """What was packed, where packing only moves the numbers of each expert.
+    """The weights before packing, where packing only moves the numbers of each expert.
 
     Raises:
         ShaketableError: Packing does more than that.

@@ -1,4 +1,4 @@
-"""What cannot be done inside of vLLM is an error of one line, before anything is hooked.
+"""Errors of one line for plans that cannot act inside of vLLM, raised before anything is hooked.
 
 vLLM has several places where a hook would never be called: replayed CUDA graphs, what was compiled without it, what its LoRA
 wrappers compute. Whatever the config alone shows (a plan that cannot be read, layers that the model does not have, activations

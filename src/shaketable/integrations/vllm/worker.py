@@ -53,7 +53,7 @@ from shaketable.plan import PHASES, Plan
 
 GRAPHS = "shaketable_graphs"
 LOOP = ("load_model", "determine_available_memory", "compile_or_warm_up_model", "execute_model", "sample_tokens")
-"""What an engine does with its model; a plan on the whole process stands aside."""
+"""Methods that run the model; a plan on the whole process does nothing inside of them."""
 _WATCHED = "_shaketable_watched"
 _prepared: Instructions | None = None
 
@@ -89,7 +89,7 @@ class Shaker:
         self.unproven: set[int] = set()
         """The clauses of the plan that have not been seen to act yet; those on weights alone need no forward to act."""
         self.newest: dict[str, Injection | AttachedAQN | None] = {"plan": None, "aqn": None}
-        """What was attached last; its ledger stays when it has been cleared."""
+        """The newest injections; their ledgers stay when they have been cleared."""
         self.is_stale = False
         """Whether new weights have come since faults were last written into them."""
         self.file: WorkerReport | None = None
@@ -108,7 +108,7 @@ class Shaker:
 
     @property
     def injections(self) -> list[Injection]:
-        """What acts on the model: the plan's, and AQN's."""
+        """The injections of plan and AQN."""
         return [*([self.plan] if self.plan is not None else []), *([self.aqn.injection] if self.aqn is not None else [])]
 
     @property
@@ -132,8 +132,8 @@ class Shaker:
     # ---- attaching
 
     def on_loaded(self, instructions: Instructions) -> None:
-        """The model is there. Instructions that were only prepared are compiled in and stay quiet; if they do not fit, they may
-        be meant for another model, and whoever asks for them will be told."""
+        """Attach to the loaded model. Instructions that were only prepared are compiled in and stay off; those that do not fit
+        may be meant for another model, and `set_plan` refuses them."""
         if self.instructions is not None:
             self.attach(instructions)
             self._announce()
@@ -155,7 +155,7 @@ class Shaker:
         self._keep_ledger(instructions)
 
     def _announce(self) -> None:
-        """Say what is going to happen here, and what of it is out of reach: nobody can ask a server."""
+        """Print what will act, and what cannot: nobody can ask a server."""
         name = type(self.model).__name__
         self._say([f"{injection.plan.text()} will act on {name}" for injection in self.injections])
         self._say([f"{site.site}: {note}" for injection in self.injections for site in injection.sites for note in site.notes])
@@ -408,7 +408,7 @@ class Shaker:
         return {str(layer): sigma for layer, sigma in self.aqn.sigmas.items()}
 
     def report(self) -> dict[str, Any]:
-        """What was done here, as plain data."""
+        """The report of this worker, as plain data."""
         return {
             "pid": os.getpid(),
             "rank": self.rank,
