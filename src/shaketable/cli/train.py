@@ -164,7 +164,7 @@ def _show(record: RunRecord, outputs: OutputFiles) -> None:
     same = [step["zero_variance"] for step in found["steps"] if step.get("zero_variance") is not None]
     if same and sum(same) / len(same) > MOSTLY:
         share = f"{sum(same) / len(same):.0%} of the groups had one reward for all answers"
-        say(screen, f"note: {share}; those teach nothing")
+        say(screen, f"note: {share}; they carry no gradient")
     for warning in found["warnings"]:
         warn(screen, warning)
     say(screen, f"Weights, clean: {found['model']}")
