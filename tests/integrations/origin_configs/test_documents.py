@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import shaketable as st
 from shaketable.cli import app
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.sweep.config import parse_magnitudes, resolve_plan
+from shaketable.evaluate.sweep.config import parse_magnitudes, resolve_plans
 from shaketable.integrations.origin_configs.command_line import DOCUMENTS, accepted, answer, instead
 from shaketable.integrations.origin_configs.translate import translate
 from shaketable.integrations.verl.settings import shaking_of
@@ -66,7 +66,7 @@ def check_verb(words):
     given = verb.make_context(words[0], [*rest, *own]).params
     if given.get("plan") is not None:
         scale = parse_magnitudes(given["magnitudes"]) if given.get("magnitudes") else None
-        resolve_plan(given["plan"], scale) if words[0] == "sweep" else st.Plan.load(given["plan"])
+        resolve_plans(given["plan"], scale) if words[0] == "sweep" else st.Plan.load(given["plan"])
     if words[0] == "study":
         load_study(given["file"] if "file" in given else ROOT / given["what"])
 
