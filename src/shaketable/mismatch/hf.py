@@ -7,6 +7,7 @@ model's cache: every step is visible, and speed does not matter for a few hundre
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -75,6 +76,8 @@ class HFEngine:
             raise ShaketableError(f"--engine-args: tf32 is for cuda, not {asked.device}")
         dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
         loaded, _ = load_model(asked.model or model, device=asked.device, dtype=dtype)
+        if "past_key_values" not in inspect.signature(loaded.forward).parameters:
+            raise ShaketableError(f"the engine hf needs a cache of keys and values, and {type(loaded).__name__} has none")
         if asked.attention is not None:
             try:
                 loaded.set_attn_implementation(asked.attention)
