@@ -130,7 +130,7 @@ def _scores(f: Findings) -> list[str]:
 
 def _comparisons(f: Findings) -> list[str]:
     if not f.comparisons:
-        return ["## Comparisons", "No comparison could be made."] if f.kind == "study" else []
+        return ["## Comparisons", "No comparison is possible."] if f.kind == "study" else []
     found = sorted(f.comparisons, key=lambda c: not c.primary)
     sentences = [f"- {'**primary:** ' if c.primary else ''}{plain(c.sentence)}" for c in found if c.sentence]
     return [*section(study_tables.comparison_table(f)), "\n".join(sentences)]
