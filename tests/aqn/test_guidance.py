@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shaketable.aqn.guidance import ORIGIN, Diagnosis, Guidance, SigmaMapping, averaged
+from shaketable.aqn.guidance import ORIGIN, Guidance, LayerDiagnosis, SigmaMapping, averaged
 from shaketable.errors import ShaketableError
 
 
@@ -300,7 +300,7 @@ def formula(found, base=0.05):
 
 
 def guided(data, **options):
-    return {row.layer: row.sigma for row in Guidance.of(Diagnosis.read(data), **options).layers}
+    return {row.layer: row.sigma for row in Guidance.of(LayerDiagnosis.read(data), **options).layers}
 
 
 def test_the_origins_scans_give_the_sigmas_of_its_formula():
@@ -335,10 +335,10 @@ def test_scans_alone_decide_nothing_and_a_detected_layer_is_a_fault():
 )
 def test_scans_that_lack_something_are_refused(change, message):
     with pytest.raises(ShaketableError, match=message):
-        Diagnosis.read(scans() | change, "s.json")
+        LayerDiagnosis.read(scans() | change, "s.json")
     without = {key: value for key, value in scans().items() if key != "instability"}
     with pytest.raises(ShaketableError, match=r"s\.json has no instability; scans are"):
-        Diagnosis.read(without, "s.json")
+        LayerDiagnosis.read(without, "s.json")
 
 
 def diagnosis(gains, **changes):
@@ -348,12 +348,12 @@ def diagnosis(gains, **changes):
 
 
 def mean(*several):
-    return averaged({f"{i}.json": Diagnosis.read(data, f"{i}.json") for i, data in enumerate(several)})
+    return averaged({f"{i}.json": LayerDiagnosis.read(data, f"{i}.json") for i, data in enumerate(several)})
 
 
 def test_the_mean_is_taken_layer_by_layer():
     one, other = diagnosis([1.0, 0.5, 1.0]), diagnosis([2.0, 1.5, math.inf])
-    assert mean(one) == Diagnosis.read(one)
+    assert mean(one) == LayerDiagnosis.read(one)
     assert mean(one, other).statistic("gain") == [1.5, 1.0, math.inf]
     assert mean(one, diagnosis([None, 1.5, 1.0])).statistic("gain") == [None, 1.0, 1.0], "no mean of what is not there"
 

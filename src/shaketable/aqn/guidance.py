@@ -143,7 +143,7 @@ class _Place(BaseModel):
     fault_class: str | None = None
 
 
-class Diagnosis(BaseModel):
+class LayerDiagnosis(BaseModel):
     """The part of a diagnosis that guidance reads; the rest is left alone."""
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -159,7 +159,7 @@ class Diagnosis(BaseModel):
     evidence: tuple[_Place, ...] = Field(default=(), strict=False)
 
     @model_validator(mode="after")
-    def _covers_every_layer(self) -> Diagnosis:
+    def _covers_every_layer(self) -> LayerDiagnosis:
         layers = [p.layer for p in self.probes if p.layer is not None]
         if len(layers) != self.num_layers or set(layers) != set(range(self.num_layers)):
             raise ValueError(f"probes must name each of the {self.num_layers} layers once, and name {sorted(layers)}")
@@ -171,7 +171,7 @@ class Diagnosis(BaseModel):
         return self
 
     @classmethod
-    def read(cls, data: object, name: str = "the diagnosis") -> Diagnosis:
+    def read(cls, data: object, name: str = "the diagnosis") -> LayerDiagnosis:
         """From what the JSON of `shaketable locate`, or of the origin's scans, holds. `name` is how an error calls it."""
         if isinstance(data, Mapping) and "kind" not in data and any(scan in data for scan in SCANS):
             return _of_scans(data, name)
@@ -204,7 +204,7 @@ class Diagnosis(BaseModel):
         return [known[field] for known in self.statistics.values()]
 
 
-def _of_scans(data: Mapping[Any, Any], name: str) -> Diagnosis:
+def _of_scans(data: Mapping[Any, Any], name: str) -> LayerDiagnosis:
     """The origin's scans as a diagnosis."""
     if missing := [scan for scan in SCANS if scan not in data]:
         lacking = " and no ".join(missing)
@@ -228,7 +228,7 @@ def _of_scans(data: Mapping[Any, Any], name: str) -> Diagnosis:
         "layer": layer,
         "fault_class": None if layer is None else data.get("fault_type", "not classified"),
     }
-    return checked(Diagnosis, read, name)
+    return checked(LayerDiagnosis, read, name)
 
 
 def _by_layer(column: object, name: str) -> dict[int, float | None]:
@@ -246,7 +246,7 @@ def _by_layer(column: object, name: str) -> dict[int, float | None]:
     return found
 
 
-def averaged(diagnoses: Mapping[str, Diagnosis]) -> Diagnosis:
+def averaged(diagnoses: Mapping[str, LayerDiagnosis]) -> LayerDiagnosis:
     """One diagnosis with the mean statistics of several of the same model, by their names.
 
     The verdict is that of all of them if they agree, and INCONCLUSIVE if they do not.
@@ -314,7 +314,7 @@ class Guidance:
         """Guidance from a diagnosis.
 
         Args:
-            diagnosis: As `Diagnosis.read` returns it, or the object that its JSON holds.
+            diagnosis: As `LayerDiagnosis.read` returns it, or the object that its JSON holds.
             base_sigma: σ of a layer that no rule applies to.
             schedule: Name of the schedule that σ decays by in training.
             target: `all` layers, the located ones alone (`fault`), all but those (`healthy`), or those labelled `high`.
@@ -324,7 +324,7 @@ class Guidance:
         _one_of("target", target, TARGETS)
         if not (math.isfinite(base_sigma) and base_sigma > 0):
             raise ShaketableError(f"base sigma must be a positive number, not {base_sigma}")
-        read = diagnosis if isinstance(diagnosis, Diagnosis) else Diagnosis.read(diagnosis)
+        read = diagnosis if isinstance(diagnosis, LayerDiagnosis) else LayerDiagnosis.read(diagnosis)
         rules, base = mapping or SigmaMapping.load(), float(base_sigma)
         values = {r.field: read.statistic(r.field) for r in rules.rules if r.field is not None}
         medians = {r.field: _median(values[r.field]) for r in rules.rules if r.field is not None and r.unit == "median"}
@@ -414,7 +414,7 @@ def _layer(
     return LayerSigma(layer, sigma, sigma / base, "HIGH" if high else "LOW" if low else "BASE", tuple(why))
 
 
-def _targeted(every: Sequence[LayerSigma], read: Diagnosis, target: str) -> tuple[LayerSigma, ...]:
+def _targeted(every: Sequence[LayerSigma], read: LayerDiagnosis, target: str) -> tuple[LayerSigma, ...]:
     if target == "all":
         return tuple(every)
     if target == "high":

@@ -54,11 +54,11 @@ def guide(
 
     shaketable guide diagnosis.json -o aqn.yaml --target fault
     """
-    from shaketable.aqn.guidance import Diagnosis, Guidance, SigmaMapping, averaged
+    from shaketable.aqn.guidance import Guidance, LayerDiagnosis, SigmaMapping, averaged
 
     outputs = OutputFiles("guide", str(out), json_file, others=[out], reads=[*diagnoses, mapping], force=force)
     rules = SigmaMapping.load(mapping) if mapping is not None else None
-    read = [Diagnosis.read(_json(path), str(path)) for path in diagnoses]
+    read = [LayerDiagnosis.read(_json(path), str(path)) for path in diagnoses]
     one = averaged({str(path): diagnosis for path, diagnosis in zip(diagnoses, read, strict=True)})
     found = Guidance.of(one, base_sigma=base_sigma, schedule=schedule, target=target, mapping=rules)
     if len(diagnoses) > 1:
