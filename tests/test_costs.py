@@ -9,9 +9,8 @@ from torch import nn
 
 import shaketable as st
 from shaketable.aqn.spec import AQN
-from shaketable.errors import PlanError, ShaketableError
+from shaketable.errors import ShaketableError
 from shaketable.io.yaml_file import read_yaml
-from shaketable.layer_ranges import Layers, parse_layers
 from shaketable.plan import Plan
 from shaketable.study.file import load_study
 
@@ -99,26 +98,6 @@ def test_ranges_of_layers_are_not_expanded():
 def test_aqn_refuses_more_layers_than_any_model_has():
     assert "1,000,000 layers" in refused(AQN.load, "constant:0.01,layers=0-999999")
     assert AQN.load("constant:0.01,layers=0-9").layers == tuple(range(10))
-
-
-@pytest.mark.parametrize("text", ["3", "10-19", "0+4-6+29"])
-def test_a_set_of_layers_is_what_it_lists(text):
-    found = parse_layers(text)
-    assert str(found) == text
-    assert found == Layers.of(found)
-    assert [i for i in range(40) if i in found] == list(found)
-    assert (len(found), found.last) == (len(list(found)), max(found))
-    assert None not in found
-
-
-def test_ranges_that_touch_or_overlap_are_one():
-    assert str(parse_layers("4-9+0-3+8-12+20")) == "0-12+20"
-    assert str(parse_layers("0-9+2")) == "0-9"
-
-
-def test_a_layer_that_no_range_has_is_a_plan_error():
-    with pytest.raises(PlanError):
-        parse_layers("5-3")
 
 
 class CountedLinear(nn.Linear):
