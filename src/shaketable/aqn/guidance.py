@@ -1,13 +1,11 @@
 """Layer-wise AQN from diagnoses: a diagnosis in, σ per layer out. Imports no torch.
 
-Every layer starts at the base σ, and each rule that applies multiplies it, in the order of the table (`mapping.yaml`):
+Every layer starts at the base σ, and each rule that applies multiplies it, in the order of `RULES` and `FAULT_RULES`:
 
     σ_l = clamp(base · Π f_r  over the rules r that apply to layer l)
 
-A rule compares one statistic with a number or with a multiple of its median over the layers, or names the fault class of a
-located layer. When a verdict of FAULT has evidence at several layers, all of them are located, each with its own class. A
-located dead zone counts as low gain, once: the gain itself does not see a dead zone of 0.01 where a layer has no massive
-values.
+When a verdict of FAULT has evidence at several layers, all of them are located, each with its own class. A located dead zone
+counts as low gain, once: the gain itself does not see a dead zone of 0.01 where a layer has no massive values.
 
 The median is taken over finite values. An infinite value compares as infinity; NaN matches no rule. A median
 of zero or less gives no scale, and its rules are left out, with a note.
@@ -21,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,106 +27,72 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shaketable.aqn.schedules import NAMED, checked
 from shaketable.errors import ShaketableError, nearest
-from shaketable.io.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from shaketable.aqn.spec import AQN
 
 SCHEMA = 1
 TARGETS = ("all", "fault", "healthy", "high")
-ORIGIN = Path(__file__).with_name("mapping.yaml")
 SCANS = ("gain", "kurtosis", "instability")
 
 
 # ---- rules
 
 
-class _Data(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+@dataclass(frozen=True)
+class Rule:
+    """Multiplies σ of a layer whose statistic lies below or above a bound; the bound itself does not match."""
 
-
-class Rule(_Data):
-    """One line of the table: compares a statistic, or names the class of a located fault; multiplies σ of matching layers."""
-
-    factor: float = Field(gt=0)
+    statistic: str
+    side: Literal["below", "above"]
+    threshold: float
+    factor: float
     why: str
-    """Shown beside each layer that it applies to."""
-    field: str | None = None
-    """The statistic: a key of the diagnosis's `statistics`."""
-    when: Literal["below", "above"] | None = None
-    """Which side of the bound matches. The bound itself does not."""
-    threshold: float | None = None
-    unit: Literal["median", "absolute"] = "absolute"
-    """`median`: the bound is threshold · the median over all layers. `absolute`: it is the threshold."""
-    fault_class: str | None = None
-    instead_of: str | None = None
-    """With fault_class: left out where a rule on this statistic already applied."""
-
-    @model_validator(mode="after")
-    def _is_one_of_both(self) -> Rule:
-        compares = {"field": self.field, "when": self.when, "threshold": self.threshold}
-        if self.fault_class is None and (missing := [name for name, value in compares.items() if value is None]):
-            raise ValueError(f"a rule has field, when and threshold, or fault_class; {missing[0]} is missing")
-        if self.fault_class is not None and (more := [name for name, value in compares.items() if value is not None]):
-            raise ValueError(f"a rule on fault_class compares nothing: drop {more[0]}")
-        return self
+    times_median: bool = False
+    """The bound is threshold · the median over all layers."""
 
     def bound(self, medians: Mapping[str, float | None]) -> float | None:
         """The number that is compared with; None where the median gives no scale."""
-        assert self.field is not None
-        assert self.threshold is not None
-        if self.unit == "absolute":
+        if not self.times_median:
             return self.threshold
-        middle = medians[self.field]
+        middle = medians[self.statistic]
         return None if middle is None or middle <= 0 else middle * self.threshold
 
     def matches(self, value: float | None, medians: Mapping[str, float | None]) -> bool:
         """Whether a value lies on the rule's side of the bound."""
         bound = self.bound(medians)
-        return value is not None and bound is not None and (value < bound if self.when == "below" else value > bound)
+        return value is not None and bound is not None and (value < bound if self.side == "below" else value > bound)
 
     def text(self, value: float | None, medians: Mapping[str, float | None]) -> str:
         """What matched and its effect, for people."""
-        if self.field is None or value is None:
-            return f"{self.why} (×{self.factor:g})"
-        scale = f" × the median {medians[self.field]:.4g}" if self.unit == "median" else ""
-        return f"{self.field} {value:.4g} is {self.when} {self.threshold:g}{scale}: {self.why} (×{self.factor:g})"
+        scale = f" × the median {medians[self.statistic]:.4g}" if self.times_median else ""
+        return f"{self.statistic} {value:.4g} is {self.side} {self.threshold:g}{scale}: {self.why} (×{self.factor:g})"
 
 
-class Clamp(_Data):
-    """Bounds of every σ."""
+@dataclass(frozen=True)
+class FaultRule:
+    """Multiplies σ of a located layer whose fault is of a class."""
 
-    low: float = Field(ge=0)
-    high: float = Field(gt=0)
-
-    @model_validator(mode="after")
-    def _is_ordered(self) -> Clamp:
-        if self.low > self.high:
-            raise ValueError(f"low {self.low:g} is above high {self.high:g}")
-        return self
+    fault_class: str
+    factor: float
+    why: str
+    instead_of: str | None = None
+    """Left out where a rule on this statistic already applied."""
 
 
-class Labels(_Data):
-    """A layer is HIGH above `high` · base σ, LOW below `low` · base σ, else BASE."""
-
-    high: float = Field(ge=1)
-    low: float = Field(gt=0, le=1)
-
-
-class SigmaMapping(_Data):
-    """The table of rules."""
-
-    name: str
-    """Written into the AQN file, to tell which mapping made it."""
-    rules: tuple[Rule, ...]
-    clamp: Clamp
-    labels: Labels
-
-    @classmethod
-    def load(cls, path: Path | None = None) -> SigmaMapping:
-        """The mapping of a YAML file; the origin's by default."""
-        path = path or ORIGIN
-        return checked(cls, read_yaml(path, "the mapping"), f"the mapping {path}")
+RULES = (
+    Rule("gain", "below", 0.8, 1.5, "low gain, its signal may be lost", times_median=True),
+    Rule("kurtosis", "above", 1.2, 1.5, "sharp peaks, easily saturated", times_median=True),
+    Rule("instability", "above", 0.1, 0.5, "the hardware is noisy there already"),
+)
+FAULT_RULES = (
+    FaultRule("saturation", 1.5, "the source of a saturation"),
+    FaultRule("dead_zone", 1.5, "a dead zone, the origin's low gain: small signals are lost", instead_of="gain"),
+)
+LOWEST, HIGHEST = 0.01, 0.15
+"""Bounds of every σ."""
+LOW, HIGH = 0.8, 1.2
+"""A layer is HIGH above 1.2 · base σ, LOW below 0.8 · base σ, else BASE."""
 
 
 # ---- diagnoses
@@ -294,7 +257,6 @@ class Guidance:
     """σ of every targeted layer, and all that it was made from."""
 
     metadata: dict[str, Any]
-    mapping: SigmaMapping
     base_sigma: float
     schedule: str
     layers: tuple[LayerSigma, ...]
@@ -309,7 +271,6 @@ class Guidance:
         base_sigma: float = 0.05,
         schedule: str = "epoch_aware",
         target: str = "all",
-        mapping: SigmaMapping | None = None,
     ) -> Guidance:
         """Guidance from a diagnosis.
 
@@ -318,18 +279,17 @@ class Guidance:
             base_sigma: σ of a layer that no rule applies to.
             schedule: Name of the schedule that σ decays by in training.
             target: `all` layers, the located ones alone (`fault`), all but those (`healthy`), or those labelled `high`.
-            mapping: Rules, clamp and labels; the origin's by default.
         """
         _one_of("schedule", schedule, NAMED)
         _one_of("target", target, TARGETS)
         if not (math.isfinite(base_sigma) and base_sigma > 0):
             raise ShaketableError(f"base sigma must be a positive number, not {base_sigma}")
         read = diagnosis if isinstance(diagnosis, LayerDiagnosis) else LayerDiagnosis.read(diagnosis)
-        rules, base = mapping or SigmaMapping.load(), float(base_sigma)
-        values = {r.field: read.statistic(r.field) for r in rules.rules if r.field is not None}
-        medians = {r.field: _median(values[r.field]) for r in rules.rules if r.field is not None and r.unit == "median"}
+        base = float(base_sigma)
+        values = {scan: read.statistic(scan) for scan in SCANS}
+        medians = {rule.statistic: _median(values[rule.statistic]) for rule in RULES if rule.times_median}
         every = [
-            _layer(layer, base, {f: column[layer] for f, column in values.items()}, medians, read.located.get(layer), rules)
+            _layer(layer, base, {scan: column[layer] for scan, column in values.items()}, medians, read.located.get(layer))
             for layer in range(read.num_layers)
         ]
         metadata = {
@@ -340,9 +300,8 @@ class Guidance:
             "verdict": read.verdict,
             "fault_layers": read.located,
             "target": target,
-            "mapping": rules.name,
         }
-        return cls(metadata, rules, base, schedule, _targeted(every, read, target), medians, _notes(rules.rules, medians))
+        return cls(metadata, base, schedule, _targeted(every, read, target), medians, _notes(medians))
 
     @property
     def high_priority_layers(self) -> list[int]:
@@ -374,10 +333,9 @@ class Guidance:
         return head + yaml.safe_dump(self.config(), sort_keys=False, allow_unicode=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it for JSON: the AQN file, the table with its reasons, and the mapping."""
+        """All of it for JSON: the AQN file, and the table with its reasons."""
         rows = [{**asdict(x), "why": list(x.why)} for x in self.layers]
-        rules = self.mapping.model_dump(mode="json", exclude_none=True)
-        made_from = {"medians": dict(self.medians), "notes": list(self.notes), "mapping": rules}
+        made_from = {"medians": dict(self.medians), "notes": list(self.notes)}
         return {"schema": SCHEMA, "kind": "guidance", **self.config(), "layers": rows, **made_from}
 
 
@@ -387,31 +345,25 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _layer(
-    layer: int,
-    base: float,
-    own: Mapping[str, float | None],
-    medians: Mapping[str, float | None],
-    fault: str | None,
-    mapping: SigmaMapping,
+    layer: int, base: float, own: Mapping[str, float | None], medians: Mapping[str, float | None], fault: str | None
 ) -> LayerSigma:
     """σ of one layer: every rule that applies, then the clamp."""
-    why = [f"{f} is not a number: its rules are left out" for f, v in own.items() if v is None or math.isnan(v)]
+    why = [f"{scan} is not a number: its rules are left out" for scan, v in own.items() if v is None or math.isnan(v)]
     product, applied = base, set[str]()
-    for rule in mapping.rules:
-        if rule.field is None:
-            if fault is None or rule.fault_class != fault or rule.instead_of in applied:
-                continue
-        elif rule.matches(own[rule.field], medians):
-            applied.add(rule.field)
-        else:
-            continue
-        product *= rule.factor
-        why.append(rule.text(own[rule.field] if rule.field is not None else None, medians))
-    sigma = max(mapping.clamp.low, min(product, mapping.clamp.high))
+    for rule in RULES:
+        if rule.matches(own[rule.statistic], medians):
+            applied.add(rule.statistic)
+            product *= rule.factor
+            why.append(rule.text(own[rule.statistic], medians))
+    for located in FAULT_RULES:
+        if fault == located.fault_class and located.instead_of not in applied:
+            product *= located.factor
+            why.append(f"{located.why} (×{located.factor:g})")
+    sigma = max(LOWEST, min(product, HIGHEST))
     if sigma != product:
         why.append(f"{product:.4g} is held at the {'lower' if product < sigma else 'upper'} bound {sigma:g}")
-    high, low = sigma > base * mapping.labels.high, sigma < base * mapping.labels.low
-    return LayerSigma(layer, sigma, sigma / base, "HIGH" if high else "LOW" if low else "BASE", tuple(why))
+    label: Literal["HIGH", "LOW", "BASE"] = "HIGH" if sigma > base * HIGH else "LOW" if sigma < base * LOW else "BASE"
+    return LayerSigma(layer, sigma, sigma / base, label, tuple(why))
 
 
 def _targeted(every: Sequence[LayerSigma], read: LayerDiagnosis, target: str) -> tuple[LayerSigma, ...]:
@@ -432,10 +384,12 @@ def _targeted(every: Sequence[LayerSigma], read: LayerDiagnosis, target: str) ->
     return found
 
 
-def _notes(rules: Sequence[Rule], medians: Mapping[str, float | None]) -> tuple[str, ...]:
-    off = {r.field: medians[r.field] for r in rules if r.field is not None and r.bound(medians) is None}
-    shown = {f: "none, for no value is finite" if m is None else f"{m:.4g}" for f, m in off.items()}
-    return tuple(f"the median of {f} is {m}: it gives no scale, and the rules on it are left out" for f, m in shown.items())
+def _notes(medians: Mapping[str, float | None]) -> tuple[str, ...]:
+    off = {rule.statistic: medians[rule.statistic] for rule in RULES if rule.bound(medians) is None}
+    shown = {scan: "none, for no value is finite" if m is None else f"{m:.4g}" for scan, m in off.items()}
+    return tuple(
+        f"the median of {scan} is {m}: it gives no scale, and the rules on it are left out" for scan, m in shown.items()
+    )
 
 
 def _one_of(what: str, value: str, valid: Sequence[str]) -> None:

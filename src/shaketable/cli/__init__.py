@@ -72,7 +72,13 @@ app.command()(as_verb(inspect, ("model", "plan", "tokens", "json_file")))
 app.command()(as_verb(locate, ("model", "plan", "mode", "device", "dtype", "prompts", *FILES)))
 app.command()(as_verb(fingerprint, ("model", "out", "device", "dtype", "prompts", "json_file"), moved=OUTPUT))
 app.command()(as_verb(compare, ("fingerprint", "model", "device", "dtype", "plan_out", *FILES)))
-app.command()(as_verb(guide, ("diagnoses", "out", "base_sigma", "schedule", "target", "json_file"), moved=OUTPUT))
+app.command()(
+    as_verb(
+        guide,
+        ("diagnoses", "out", "base_sigma", "schedule", "target", "json_file"),
+        moved=OUTPUT | {"--mapping": "guide has one table of rules, in shaketable/aqn/guidance.py; --mapping was removed"},
+    )
+)
 app.command()(as_verb(sweep, ("models", "task", "plan", "magnitudes", "n", "seeds", *RUN), moved={"--n": "-n or --limit"}))
 app.command()(
     as_verb(train, ("model", "task", "plan", "aqn", "steps", "eval_n", *RUN), moved=LIMIT | {"--prompts": "--problems"})

@@ -42,9 +42,6 @@ def guide(
             help="Layers with noise: all, fault (the located ones), healthy (all others), or high (those labelled HIGH)."
         ),
     ] = "all",
-    mapping: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Rules from this file instead of the origin study's.")
-    ] = None,
     json_file: JsonOption = None,
     force: ForceOption = False,
 ) -> None:
@@ -54,13 +51,12 @@ def guide(
 
     shaketable guide diagnosis.json -o aqn.yaml --target fault
     """
-    from shaketable.aqn.guidance import Guidance, LayerDiagnosis, SigmaMapping, averaged
+    from shaketable.aqn.guidance import Guidance, LayerDiagnosis, averaged
 
-    outputs = OutputFiles("guide", str(out), json_file, others=[out], reads=[*diagnoses, mapping], force=force)
-    rules = SigmaMapping.load(mapping) if mapping is not None else None
+    outputs = OutputFiles("guide", str(out), json_file, others=[out], reads=diagnoses, force=force)
     read = [LayerDiagnosis.read(_json(path), str(path)) for path in diagnoses]
     one = averaged({str(path): diagnosis for path, diagnosis in zip(diagnoses, read, strict=True)})
-    found = Guidance.of(one, base_sigma=base_sigma, schedule=schedule, target=target, mapping=rules)
+    found = Guidance.of(one, base_sigma=base_sigma, schedule=schedule, target=target)
     if len(diagnoses) > 1:
         found = replace(found, metadata={**found.metadata, "diagnoses": len(diagnoses)})
     write(out, found.to_yaml())
@@ -93,7 +89,7 @@ def _head(found: Guidance) -> list[str]:
     model = f"{facts['model']} on {facts['device']}, {facts['num_layers']} layers, {facts['analysis_date']}"
     return [
         f"{model}: {facts['verdict']}{where}{mean}",
-        f"base σ {found.base_sigma:g}, schedule {found.schedule}, target {facts['target']}, mapping {facts['mapping']}",
+        f"base σ {found.base_sigma:g}, schedule {found.schedule}, target {facts['target']}",
     ]
 
 
