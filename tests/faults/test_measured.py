@@ -9,10 +9,8 @@ import torch
 
 from shaketable.faults import Draw, make_fault
 from shaketable.faults import sums as s
-from shaketable.faults.clipping import join_blocks, split_blocks
 from shaketable.faults.cpu import native
 from shaketable.faults.noise import at_least, deviation, middle, rms, size, spread
-from shaketable.faults.rng import mix64
 from shaketable.ledger.inert import changes_nothing
 
 NAN, INF = float("nan"), float("inf")
@@ -178,37 +176,7 @@ def test_a_fault_is_said_to_change_nothing_when_enough_was_seen(fields, values, 
     assert changes_nothing(make_fault(fields), values) is nothing
 
 
-# ---- blocks, keys, kernels
-
-
-@pytest.mark.parametrize(("length", "block"), [(1, 4), (4, 4), (5, 4), (8, 4), (7, 1)])
-def test_blocks_are_padded_with_zeros_and_joined_again(length, block):
-    x = torch.arange(1, 2 * length + 1, dtype=torch.float32).view(2, length)
-    parts = split_blocks(x, block)
-    assert parts.shape == (2, -(-length // block), block)
-    assert torch.equal(join_blocks(parts, length), x) and float(parts.sum()) == float(x.sum())
-    assert torch.equal(parts[0].flatten()[:length], x[0]), "no block has values of two rows"
-
-
-def test_mix64_is_splitmix64():
-    """The first outputs of Vigna's splitmix64.c from the states 0 and 1234567."""
-    assert mix64(0) == 0xE220A8397B1DCDAF and mix64(1234567) == 6457827717110365317
-
-
-def test_the_kernels_take_what_they_know_and_leave_the_rest(monkeypatch):
-    x = torch.ones(4, 32)
-
-    def taken(x):
-        found = native.add_noise(x, 0.1, 1, relative=True), native.sums(x, x), native.mxfp4(x)
-        return [y is not None for y in found]
-
-    for y in (x, x.bfloat16(), torch.nn.Parameter(x)):
-        assert taken(y) == [native.available()] * 3
-    for y in (x.half(), x.double(), x.to("meta"), x.as_subclass(type("Sub", (torch.Tensor,), {}))):
-        assert taken(y) == [False] * 3
-    assert native.sums(x, x.bfloat16()) is None and native.mxfp4(x[:0]) is None
-    monkeypatch.setattr(native, "_library", lambda: None)
-    assert (native.available(), native.name(), taken(x)) == (False, "torch", [False] * 3)
+# ---- kernels
 
 
 def test_kernels_are_built_once_for_each_compiler_and_not_where_nobody_wants_them(monkeypatch, tmp_path):
@@ -230,29 +198,3 @@ def test_kernels_are_built_once_for_each_compiler_and_not_where_nobody_wants_the
     assert native._built() is None
     monkeypatch.setattr(native, "_build", lambda cxx, path: Path("/proc/none").mkdir())
     assert native._built() is None, "torch makes the same noise"
-
-
-class Given:
-    """A draw of which the uniform numbers are given."""
-
-    key, reference = 0, None
-
-    def __init__(self, *numbers):
-        self.numbers = torch.tensor(numbers)
-
-    def uniform(self, x, stream=0):
-        return self.numbers if stream == 0 else torch.zeros_like(self.numbers)
-
-
-def test_a_number_is_hit_with_exactly_the_chance_that_was_asked_for():
-    """Uniform numbers are multiples of 2^-24 from 0 on: below the rate there are as many of them as the rate says."""
-    x, draw = torch.tensor([1.0, 1.0, 1.0]), Given(0.25 - 2**-24, 0.25, 0.0)
-    spike = make_fault({"kind": "spike", "magnitude": 8, "rate": 0.25})
-    assert spike.apply(x, draw).tolist() == [8.0, 1.0, 8.0]
-    flip = make_fault({"kind": "bit_flip", "magnitude": 0.25, "bit": 31})
-    assert flip.apply(x, draw).tolist() == [-1.0, 1.0, -1.0]
-    assert make_fault({"kind": "spike", "magnitude": 2, "rate": 0.25, "mode": "max"}).gradient(x, None, draw).tolist() == [
-        0.0,
-        1.0,
-        0.0,
-    ]

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from shaketable.faults import Draw, make_fault
-from shaketable.faults.cpu import native
 
 KINDS = {
     "gain": lambda x: x * 1.1,
@@ -31,15 +30,3 @@ def test_noise_is_rounded_once_too(dtype):
     relative, absolute = (make_fault({"kind": k, "magnitude": 0.1}) for k in ("relative_gaussian", "absolute_gaussian"))
     assert torch.equal(relative.apply(x, draw), (w + w * (z * 0.1)).to(dtype))
     assert torch.equal(absolute.apply(x, draw), (w + z * 0.1).to(dtype))
-
-
-@pytest.mark.parametrize(("value", "built"), [(None, True), ("1", True), ("", True), ("0", False)])
-def test_kernels_are_built_unless_somebody_says_0(monkeypatch, tmp_path, value, built):
-    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(native, "_fingerprint", lambda cxx: "print")
-    monkeypatch.setattr(native, "compiler", lambda: "/b/c++")
-    monkeypatch.setattr(native, "_build", lambda cxx, path: True)
-    monkeypatch.delenv("SHAKETABLE_NATIVE", raising=False)
-    if value is not None:
-        monkeypatch.setenv("SHAKETABLE_NATIVE", value)
-    assert (native._built() is not None) is built
