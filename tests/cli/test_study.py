@@ -141,7 +141,7 @@ def test_dry_run_says_what_how_long_and_what_it_can_show(done):
     folder, _ = done
     found = shaketable(folder, "study", "run", "tiny.yaml", "--dry-run", "--set", "seeds=3", "--json", "d.json", "--force")
     assert found.code == 0, found.stderr
-    assert "4 of 6 runs to do; about" in found.stdout and "estimated from a probe of 1 arms" in found.stdout
+    assert "4 of 6 runs to do; about" in found.stdout and "a rough guess until each arm has a finished run" in found.stdout
     assert "3 seeds × 6 problems" in found.stdout
     forecast = json.loads((folder / "d.json").read_text())
     assert forecast["seconds"] > 0 and sum(run["to_do"] for run in forecast["runs"]) == 4

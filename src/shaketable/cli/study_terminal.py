@@ -200,7 +200,7 @@ def show_forecast(study: StudyConfig, store: Path) -> dict[str, Any]:
 
     quieten()
     check(study)
-    with Console(stderr=True).status("probing") as shown:
+    with Console(stderr=True).status("checking") as shown:
         found = forecast(study, store / study.study, shown.update)
     out = console()
     print_table(out, _arms(study, found.left))
@@ -209,8 +209,12 @@ def show_forecast(study: StudyConfig, store: Path) -> dict[str, Any]:
         say(out, f"scored {name}: {what}, {study.evaluate.n} problems")
     diagnoses = sum(cell.kind == "locate" for cell in found.left)
     todo = f"{len(found.left)} of {len(found.cells)} runs to do" + (f", {diagnoses} of them a diagnosis" if diagnoses else "")
-    if found.left:
-        todo += f"; about {_duration(found.seconds)}, {found.workers} at a time, estimated from a probe of {found.probed} arms"
+    if found.seconds is None:
+        todo += "; how long they take is known once a run is finished"
+    elif found.left:
+        todo += (
+            f"; about {_duration(found.seconds)}, {found.workers} at a time (a rough guess until each arm has a finished run)"
+        )
     say(out, todo, found.can_show)
     return found.to_dict()
 

@@ -3,15 +3,14 @@
 A model that solves none of the problems without a fault has no reward to learn from and nothing that a fault could take: such a
 study is refused before its first run.
 
-The probe trains every arm for two steps on a handful of problems, with its plan and AQN on, in a folder that is thrown
-away; the second step is the one that counts. A guided arm is probed without its noise, for there is no diagnosis yet.
+A run takes as long as a finished run of its arm did. Before there is one, the time follows from that rehearsal, by what steps
+and faults cost in the published studies of `results/`; no arm is trained for it.
 The smallest detectable difference needs assumptions, since there are no data; they are printed beside it.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,15 +23,20 @@ from shaketable.study.analysis.comparisons import assumed_spread, planned
 from shaketable.study.cells import Cell, own_cells
 from shaketable.study.config import PER_PROBLEM, StudyConfig
 from shaketable.study.execute import finished, slots
+from shaketable.study.runs import Run
 from shaketable.train.config import TrainConfig
 
-SCHEMA = "shaketable.forecast/1"
-PROBLEMS = 16
-STEPS = 2
+SCHEMA = "shaketable.forecast/2"
 LOADING = 5.0
 """Seconds that a run takes beside steps and scores; a guess, small beside both."""
 REHEARSED = 32
 """Problems that a model must solve one of."""
+TRAINED_ON, FAULTY = 5.0, 1.6
+"""How much longer than to score a problem it takes to train on one answer, and to score a problem under a fault: medians of the
+published studies (4 to 6 on two cores, 1 to 2 on an H200; 1.1 to 2.3)."""
+
+Speeds = dict[tuple[str, str], float]
+"""Seconds to score a problem, by model and task."""
 
 
 # ---- whether it can run
@@ -60,26 +64,37 @@ def check(study: StudyConfig) -> None:
             raise ShaketableError(f"arm {cell.arm!r}: {error}") from None
 
 
-def check_scores(study: StudyConfig, folder: Path) -> None:
+def check_scores(study: StudyConfig, folder: Path) -> Speeds:
     """Refuse a study in which a model solves no problem of its task; once, before there is a finished run.
 
     Tasks that are Python code are not tried here but by the runs, whose processes may die of it; and where runs are done on a
     cluster, this machine may not have their device.
     """
     cells = own_cells(study)
-    if study.engine.kind != "local" or finished(cells, folder):
-        return
+    if finished(cells, folder):
+        return {}
     trained = [c for c in cells if c.kind in ("train", "harden") and not c.needs and not c.config["warm_start"]]
-    tried = {(c.config["model"], c.config["task"]): c for c in reversed(trained)}
-    for cell in reversed(tried.values()):
-        if code_in(cell.config["task"]) is None and (solved := _solved(cell.config)) is not None and solved[0] == 0:
-            what = f"{cell.config['model']} solves 0 of {solved[1]} problems of {cell.config['task']} without a fault"
+    return _speeds(study, trained, refuse=True)
+
+
+def _speeds(study: StudyConfig, cells: Sequence[Cell], *, refuse: bool) -> Speeds:
+    """Score each model on its task once."""
+    found: Speeds = {}
+    for cell in cells:
+        model, task = place = cell.config["model"], cell.config["task"]
+        if study.engine.kind != "local" or code_in(task) is not None or place in found:
+            continue
+        solved, count, seconds = _rehearsed(cell.config)
+        if refuse and solved == 0:
+            what = f"{model} solves 0 of {count} problems of {task} without a fault"
             why = "there is no reward to learn from, and nothing for a fault to take"
             raise ShaketableError(f"arm {cell.arm!r}: {what}: {why}; allow longer answers, or set train.warm_start")
+        found[place] = seconds / count
+    return found
 
 
-def _solved(config: dict[str, Any]) -> tuple[int, int] | None:
-    """How many of a few problems the model solves, and of how many; None for a task without answers."""
+def _rehearsed(config: dict[str, Any]) -> tuple[int | None, int, float]:
+    """How many of a few problems the model solves (None for a task without answers), of how many, and in how many seconds."""
     import torch
 
     from shaketable.evaluate.score import Condition, Evaluator, arithmetic
@@ -87,13 +102,12 @@ def _solved(config: dict[str, Any]) -> tuple[int, int] | None:
     from shaketable.models import load_model
 
     task = load_task(config["task"])
-    if task.kind != "generate":
-        return None
     tests = draw(task, min(REHEARSED, len(task.problems("test"))), config["eval_seed"])
     model, tokenizer = load_model(config["model"], device=config["device"], dtype=torch.float32)
     with arithmetic(config["device"], config["dtype"]):
         found = Evaluator(model, tokenizer, task, tests, REHEARSED).score(Condition("clean"))
-    return sum(answer.correct > 0 for answer in found.answers), len(tests)
+    solved = sum(answer.correct > 0 for answer in found.answers) if task.kind == "generate" else None
+    return solved, len(tests), found.seconds
 
 
 def _first_cells(cells: Sequence[Cell]) -> list[Cell]:
@@ -115,81 +129,69 @@ class Forecast:
     cells: list[Cell]
     left: list[Cell]
     """The runs that are not done yet."""
-    probed: int
-    seconds: float
+    seconds: float | None
+    """None where no run is finished and no model could be rehearsed."""
     workers: int
     can_show: str
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         rows = [{"name": c.name, "arm": c.arm, "seed": c.seed, "kind": c.kind, "to_do": c in self.left} for c in self.cells]
-        facts = {"probed_arms": self.probed, "seconds": self.seconds, "workers": self.workers, "can_show": self.can_show}
+        facts = {"seconds": self.seconds, "workers": self.workers, "can_show": self.can_show}
         return {"schema": SCHEMA, "runs": rows, **facts}
 
 
 def forecast(study: StudyConfig, folder: Path, tell: Callable[[str], None]) -> Forecast:
-    """Look at what is there, and probe the arms that have something to do."""
+    """Look at what is there, and estimate the rest."""
     import torch
 
     from shaketable.models import quieten
 
-    check_scores(study, folder)
-    cells = own_cells(study)
-    done = finished(cells, folder)
-    left = [cell for cell in cells if cell.name not in done]
     torch.set_num_threads(study.engine.threads)
     quieten()
-    speeds: dict[str | None, tuple[float, float]] = {}
-    for cell in _first_cells([cell for cell in left if cell.kind in ("train", "harden")]):
-        tell(f"probing {cell.arm}")
-        speeds[cell.arm] = _speed(cell)
-    slowest = max((problem for _, problem in speeds.values()), default=0.05)
-    each = [_seconds(cell, *speeds.get(cell.arm, (0.0, slowest))) for cell in left]
-    seconds = max(sum(each) / workers(study, len(left)), *each) if each else 0.0
-    return Forecast(cells, left, len(speeds), seconds, workers(study, max(1, len(left))), can_show(study))
+    tell("scoring a few problems without a fault")
+    speeds = check_scores(study, folder)
+    cells = own_cells(study)
+    runs = [Run.of(cell, folder / "runs") for cell in cells]
+    left = [cell for cell, run in zip(cells, runs, strict=True) if not run.is_done]
+    took = {run.arm: _took(run) for run in runs if run.is_done}
+    new = [cell for cell in left if cell.arm not in took and cell.kind != "locate" and _place(cell) not in speeds]
+    speeds |= _speeds(study, new, refuse=False)
+    slowest = max(speeds.values(), default=None)
+    each = [took.get(cell.arm) or _seconds(cell, speeds.get(_place(cell), slowest)) for cell in left]
+    known = [seconds for seconds in each if seconds is not None]
+    count = workers(study, max(1, len(left)))
+    seconds = None if len(known) < len(each) else max(sum(known) / count, *known) if known else 0.0
+    return Forecast(cells, left, seconds, count, can_show(study))
 
 
-def _speed(cell: Cell) -> tuple[float, float]:
-    """Seconds of a step of an arm, and of a problem under all conditions together."""
-    from shaketable.aqn.schedules import Constant
-    from shaketable.aqn.spec import AQN
-    from shaketable.harden.run import Hardening
-    from shaketable.records.record import RunRecord
-    from shaketable.train.run import Training
-
-    config = cell.config
-    few = {**config, "steps": STEPS, "eval_n": min(PROBLEMS, config["eval_n"]), "mechanism": False}
-    with tempfile.TemporaryDirectory(prefix="shaketable-probe-") as name:
-        folder = Path(name) / "run"
-        if cell.kind == "train":
-            if config["aqn"] is not None:  # at its loudest, all the time: two steps of a schedule may have no noise
-                aqn = AQN.load(config["aqn"])
-                loudest = max(aqn.schedule.sigma(step, config["steps"]) for step in range(config["steps"]))
-                few["aqn"] = aqn.model_copy(update={"schedule": Constant(loudest)}).text()
-            small = TrainConfig.checked(**few | {"warmup": 0, "eval_every": 0, "save_every": STEPS})
-            record = RunRecord.create(folder, "train", small.model_dump(mode="json"), {})
-            Training(small, record).run()
-        else:
-            hard = HardenConfig.checked(**few | {"rungs": [rung for rung in config["rungs"] if rung in TRAINED]})
-            record = RunRecord.create(folder, "harden", hard.model_dump(mode="json"), {})
-            Hardening(hard, record).run()
-        steps, scores = record.events("step"), record.events("evaluation")
-    problem = sum(c["seconds"] for c in scores[-1]["conditions"]) / few["eval_n"]
-    return steps[-1]["seconds"] if steps else 0.0, problem
+def _place(cell: Cell) -> tuple[str, str]:
+    return cell.config["model"], cell.config.get("task", "")
 
 
-def _seconds(cell: Cell, step: float, problem: float) -> float:
-    """How long a run takes, from the seconds of its steps and of the problems it is scored on."""
+def _took(run: Run) -> float | None:
+    """Seconds of a finished run; None of one that was interrupted."""
+    attempts, end = run.of_kind("attempt"), run.last("finished")
+    return end["time"] - attempts[0]["time"] if len(attempts) == 1 and end is not None else None
+
+
+def _seconds(cell: Cell, problem: float | None) -> float | None:
+    """How long a run takes, from the seconds of scoring a problem without a fault."""
     if cell.kind == "locate":
         return 3 * LOADING
-    steps, scores = 0, 1
+    if problem is None:
+        return None
+    answers, scores = 0, 1
     if cell.kind == "train":
         config = TrainConfig.checked(**cell.config)
-        steps, scores = config.steps, sum(config.evaluates_at(step) for step in range(config.steps + 1))
+        answers = config.steps * config.prompts * config.samples
+        scores = sum(config.evaluates_at(step) for step in range(config.steps + 1))
     elif cell.kind == "harden":
-        rungs = HardenConfig.checked(**cell.config).climbed
-        steps, scores = cell.config["steps"] * sum(rung in TRAINED for rung in rungs), 1 + len(rungs)
-    seconds: float = LOADING + steps * step + scores * cell.config["eval_n"] * problem
+        stages = HardenConfig.checked(**cell.config).climbed
+        answers = cell.config["steps"] * cell.config["batch"] * sum(stage in TRAINED for stage in stages)
+        scores = 1 + len(stages)
+    conditions = 1 + FAULTY * (len(cell.config["conditions"]) + bool(cell.config.get("own")))
+    seconds: float = LOADING + problem * (TRAINED_ON * answers + scores * cell.config["eval_n"] * conditions)
     return seconds
 
 
