@@ -64,26 +64,53 @@ def test_a_token_visits_some_experts_and_every_other_weight(chosen):
             assert flops.part_flops(part, anatomy) == pytest.approx(2.0 * size * share)
 
 
-def test_what_a_config_says_of_its_text_counts():
-    """Models of several kinds of input have a config for each."""
+CORES = [
+    (None, 0),
+    ({"num_attention_heads": 4, "hidden_size": 20}, 4 * 5),
+    ({"num_attention_heads": 4, "hidden_size": 20, "head_dim": 7}, 4 * 7),
+    ({"num_attention_heads": 4, "hidden_size": 20, "head_dim": None}, 4 * 5),
+    ({"n_head": 2, "n_embd": 12}, 2 * 6),
+    ({"hidden_size": 12}, 0),
+    ({"num_attention_heads": 9, "hidden_size": 9, "text_config": SimpleNamespace(n_head=4, n_embd=20)}, 4 * 5),
+    ({"num_attention_heads": 4, "hidden_size": 20, "text_config": None}, 4 * 5),
+]
 
-    class Config:
-        text_config = type("Text", (), {"n_head": 4, "n_embd": 20})()
 
-    model = torch.nn.Module()
-    model.config, model.self_attn = Config(), torch.nn.Module()
-    model.self_attn.q_proj = torch.nn.Linear(20, 20)
+@pytest.mark.parametrize(("config", "width"), CORES)
+def test_the_core_of_attention_costs_what_a_config_says_for_half_of_the_context(config, width):
+    model = nn.Module()
+    for name in ("self_attn", "other"):
+        model.add_module(name, type("SomeAttention", (nn.Module,), {})())
+        model.get_submodule(name).q_proj = nn.Linear(2, 2)
+    if config is not None:
+        model.config = SimpleNamespace(**config)
+    for tokens in (10, 30):
+        assert flops.costs(Anatomy.of(model), tokens)["attention core"] == flops.RoleCost(2, 0, 2 * 4.0 * tokens / 2 * width)
+
+
+EXPERTS = [
+    ({}, 1.0),
+    ({"num_experts_per_tok": 2, "num_local_experts": 8}, 0.25),
+    ({"num_experts_per_tok": 2, "n_routed_experts": 16}, 0.125),
+    ({"moe_topk": 1, "num_experts": 4}, 0.25),
+    ({"num_experts_per_tok": 2, "top_k": 50, "num_experts": 4}, 0.5),
+    ({"num_experts_per_tok": 1, "num_local_experts": 4, "num_experts": 8}, 0.25),
+    ({"num_experts_per_tok": None, "moe_topk": 2, "num_experts": 4}, 0.5),
+    ({"num_experts_per_tok": 2}, 1.0),
+    ({"num_experts_per_tok": 2, "num_experts": 0}, 1.0),
+    ({"moe_topk": [2, 2], "num_experts": 4}, 1.0),
+    ({"text_config": SimpleNamespace(num_experts_per_tok=2, num_experts=8)}, 0.25),
+]
+
+
+@pytest.mark.parametrize(("config", "share"), EXPERTS)
+def test_a_token_visits_the_share_of_experts_that_its_config_says(config, share):
+    model = nn.Module()
+    model.experts, model.shared_experts, model.myexperts = nn.Sequential(nn.Linear(3, 5)), nn.Linear(3, 5), nn.Linear(3, 5)
+    model.config = SimpleNamespace(**config)
     anatomy = Anatomy.of(model)
-    assert flops._attention_core(model.self_attn, anatomy, 10) == 4.0 * 5 * 4 * 5
-
-
-def test_experts_of_a_model_of_several_inputs_are_visited_as_its_text_config_says():
-    model = nn.Sequential()
-    model.add_module("experts", nn.Sequential(nn.Linear(3, 5, bias=False)))
-    model.config = SimpleNamespace(text_config=SimpleNamespace(num_experts_per_tok=2, num_experts=8))
-    anatomy = Anatomy.of(model)
-    (part,) = (p for p in anatomy.parts if p.name == "experts.0")
-    assert flops.part_flops(part, anatomy) == 2 * 15 * 0.25
+    cost = {part.name: flops.part_flops(part, anatomy) for part in anatomy.parts if part.weights}
+    assert cost == {"experts.0": 30.0 * share, "shared_experts": 30.0, "myexperts": 30.0}
 
 
 def test_the_experts_of_an_engine_cost_what_their_holder_holds():

@@ -106,3 +106,41 @@ def test_experts_are_refused_where_they_cannot_be_faulty(point, words):
         return
     with pytest.raises(PlanError, match=f"'experts' cannot be faulty there: .*{words}"):
         targets(clause, anatomy)
+
+
+def engine(name, base=nn.Linear, *sizes):
+    return engine_class(name, base)(*sizes)
+
+
+def names(site, model):
+    return [t.part.name for t in targets(Plan.parse(f"gain:1@{site}").clauses[0], Anatomy.of(model))]
+
+
+def test_every_weight_of_the_experts_of_an_engine_is_looked_at():
+    """As on a GPU, where they are not packed into an order of their own."""
+    held = engine("RoutedExperts", nn.Module)
+    held.w13 = nn.Parameter(torch.ones(2, 4, 4, device="meta"))
+    held.w2 = nn.Parameter(torch.ones(2, 4, 2, device="meta"))
+    model = nn.Module()
+    model.experts = engine("MoERunner", nn.Module)
+    model.experts.routed_experts = held
+    assert names("module.linear,point=weight", model) == ["experts"]
+    held.w2 = nn.Parameter(torch.ones(0, 2, device="meta"))
+    with pytest.raises(PlanError, match="the weight of 'experts' was packed when the model was loaded"):
+        names("module.linear,point=weight", model)
+    held.w2 = nn.Parameter(torch.ones(2, 4, 2, device="meta"))
+    model.draft = engine("Linear", nn.Module)
+    model.draft.weight = held.w2
+    with pytest.raises(PlanError, match="'experts' and 'draft' have one weight"):
+        names("module.experts,point=weight", model)
+
+
+def test_a_weight_that_two_modules_of_an_engine_read_is_refused():
+    model = nn.Module()
+    model.embed, model.lm_head = engine("Embedding", nn.Embedding, 4, 2), engine("Linear", nn.Linear, 2, 4)
+    model.lm_head.weight = model.embed.weight
+    with pytest.raises(PlanError) as refused:
+        names("module.lm_head,point=weight", model)
+    said = "gain:1@module.lm_head,point=weight: 'lm_head' and 'embed' have one weight, and both would be faulty"
+    assert str(refused.value) == said
+    assert names("module.embedding,point=output", model) == ["embed"]

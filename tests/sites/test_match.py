@@ -5,7 +5,7 @@ from torch import nn
 
 from shaketable.errors import NoMatchError, PlanError
 from shaketable.plan import Plan
-from shaketable.sites.match import check_range, is_wanted, targets
+from shaketable.sites.match import targets
 from shaketable.sites.structure import Anatomy
 
 
@@ -58,6 +58,7 @@ def names(site, **more):
         ("module.linear,layers=0,include=lm_head", FIRST),
         ("module.lm_head", ["lm_head"]),
         ("module.embedding,point=output", ["embed_tokens"]),
+        ("module.embedding,point=weight", ["embed_tokens"]),
         ("module.layernorm", ["norm", "layers.0.norm", "layers.1.norm"]),
         ("module.layernorm,layers=0-1", ["layers.0.norm", "layers.1.norm"]),
         ("module.norm", ["norm", "layers.0.norm", "layers.1.norm"]),
@@ -134,39 +135,6 @@ def test_a_model_without_layers_has_none_to_name(site):
     with pytest.raises(NoMatchError) as refused:
         found(site, anatomy=Anatomy.of(nn.Linear(2, 2)))
     assert str(refused.value) == f"{site}: Linear has no decoder layers"
-
-
-@pytest.mark.parametrize(("site", "count", "fits"), [("layer.3", 4, True), ("layer.3", 3, False), ("layer.all", 0, True), ("module.x", 0, True)])  # fmt: skip
-def test_layers_are_counted_from_zero(site, count, fits):
-    clause = Plan.parse(f"gain:1@{site}").clauses[0]
-    if fits:
-        assert check_range(clause.site, count) is None
-    else:
-        with pytest.raises(NoMatchError, match=r"layer 3 is out of range; this model has layers 0-2$"):
-            check_range(clause.site, count)
-
-
-@pytest.mark.parametrize(("include", "wanted"), [("", False), (",include=lm_head", True), (",include=embedding", False)])
-def test_a_head_is_wanted_where_it_is_included(include, wanted):
-    [head] = [part for part in ANATOMY.parts if part.role == "lm_head"]
-    [norm] = [part for part in ANATOMY.parts if part.name == "norm"]
-    site = Plan.parse(f"gain:1@module.linear{include}").clauses[0].site
-    assert is_wanted(head, site, ANATOMY) is wanted and is_wanted(norm, site, ANATOMY)
-
-
-def test_a_layer_that_the_anatomy_has_no_part_for_is_called_by_its_number():
-    model = Small()
-    anatomy = Anatomy.of(model)
-    anatomy.parts = [part for part in anatomy.parts if part.module is not model.layers[1]]
-    assert [(t.part.name, t.part.layer, t.part.role) for t in found("layer.all", anatomy=anatomy)] == [
-        ("layers.0", 0, None),
-        ("layer.1", 1, None),
-    ]
-
-
-@pytest.mark.parametrize("point", ["output", "weight"])
-def test_an_embedding_may_be_faulty_in_what_it_returns_and_in_its_weight(point):
-    assert [(t.part.name, t.point) for t in found(f"module.embedding,point={point}")] == [("embed_tokens", point)]
 
 
 def test_of_several_modules_the_one_that_cannot_be_faulty_is_named():

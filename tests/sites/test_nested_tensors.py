@@ -5,6 +5,7 @@ from collections import OrderedDict, UserDict, namedtuple
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
@@ -57,3 +58,14 @@ def test_a_change_reaches_every_tensor_once_and_leaves_the_rest_and_the_original
     back = map_tensors(changed, lambda t: t - 5000)
     assert written(back) == before, "kinds, keys and order are kept"
     assert [int(t) for t in tensors_of(changed)] == [int(t) + 5000 for t in tensors_of(nest)]
+
+
+def test_an_output_of_a_model_is_changed_by_key_and_by_attribute_and_the_original_is_left():
+    x, y = torch.tensor([1.0]), torch.tensor([2.0])
+    output = BaseModelOutputWithPast(last_hidden_state=x, hidden_states=(x, y))
+    changed = map_tensors(output, lambda t: t + 10)
+    assert type(changed) is BaseModelOutputWithPast and changed.past_key_values is None
+    assert changed.last_hidden_state.tolist() == changed["last_hidden_state"].tolist() == [11.0]
+    assert [t.tolist() for t in changed.hidden_states] == [[11.0], [12.0]]
+    assert output.last_hidden_state is x and output["hidden_states"][1] is y
+    assert [t.item() for t in tensors_of(output)] == [1.0, 1.0, 2.0]

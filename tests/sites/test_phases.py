@@ -82,6 +82,21 @@ def test_generate_is_a_rollout_while_it_runs_also_when_it_breaks_off():
     assert as_rollout(lambda: current_phase(True, "eval"))() == "eval", "an engine was told that it validates"
 
 
+def test_rollouts_of_two_threads_have_two_numbers():
+    found = []
+
+    def roll():
+        with phase("rollout"):
+            found.append(current_rollout())
+
+    threads = [threading.Thread(target=roll) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 4 and None not in found
+
+
 def test_another_thread_does_not_inherit_a_phase():
     found = []
     with phase("rollout"):
