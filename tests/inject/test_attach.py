@@ -6,9 +6,6 @@ from torch import nn
 
 import shaketable as st
 from shaketable.errors import PlanError
-from shaketable.inject.attach import Attached
-from shaketable.inject.injection import Injection
-from shaketable.plan import Plan
 
 
 class Adapted(nn.Module):
@@ -44,41 +41,6 @@ class Small(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.lm_head(x) if head else x
-
-
-def attached(plan, model=None, owner=0, **options):
-    injection = Injection(Plan.parse(plan), rank=0, allow_inert=True)
-    return injection, Attached(injection, model or Small(), owner, **options)
-
-
-@pytest.mark.parametrize(("owner", "number", "prefix"), [(0, None, ""), (2, None, "model2."), (2, 0, ""), (0, 3, "model3.")])
-def test_the_spots_of_a_second_model_have_its_number_and_so_have_its_entries(owner, number, prefix):
-    injection, found = attached("gain:1@module.linear;gain:1@layer.1,point=input", owner=owner, number=number)
-    names = ["layers.0.0", "layers.1.0"]
-    assert [tap.name for tap in injection.taps] == [f"{prefix}{n}" for n in (*names, "layers.1")]
-    assert list(injection.sites[0].spots) == [f"{prefix}{n}" for n in names]
-    assert list(injection.sites[1].spots) == [f"{prefix}layers.1:input"]
-    base = (owner if number is None else number) << 16
-    assert [(e.index, e.layer, e.owner) for e in found.entries.values()] == [
-        (base + 1, 0, owner),
-        (base + 2, 1, owner),
-        (base + 3, 1, owner),
-    ]
-
-
-def test_clauses_without_a_match_are_an_error_unless_they_may_be_left_out():
-    plan = "gain:1@module.none;gain:1@layer.7;gain:1@op.matmul,layers=9;gain:1@module.linear"
-    with pytest.raises(st.NoMatchError, match=r"module\.none"):
-        attached(plan)
-    _, found = attached(plan, lenient=True)
-    assert [line.partition(":")[0] for line in found.unmatched] == ["module.none", "layer.7", "op.matmul,layers=9"]
-    assert len(found.points) == 2
-
-
-def test_modules_of_another_model_are_not_hooked_again():
-    model = Small()
-    _, found = attached("gain:1@module.linear", model, skip={model.layers[0][0]})
-    assert [module for module, _ in found.points.values()] == [model.layers[1][0]]
 
 
 @pytest.mark.parametrize("head", [True, False])

@@ -1,7 +1,5 @@
 """A clause that does nothing is an error when the next step begins, and one that may still act is left alone."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -134,18 +132,6 @@ def test_a_magnitude_that_is_0_in_the_first_steps():
         run(injection, model)
 
     assert unharmed("gain:0.1@module.linear", schedule, then=4)
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_pass_that_is_captured_says_nothing(monkeypatch, captured):
-    """Every clause acts in it, also one without a magnitude: its replays may be given one."""
-    model = Chooses()
-    with st.inject(model, "gain:0.1@module.second", allow_inert=True) as ledger, torch.no_grad():
-        injection = ledger.settle.__self__
-        begin = injection.begin_pass
-        monkeypatch.setattr(injection, "begin_pass", lambda *how: replace(begin(*how), captured=captured))
-        run(injection, model)
-        assert bool(injection.inert_check.inert()) is not captured
 
 
 def test_a_magnitude_that_grows_until_it_shows():

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import shaketable as st
-from shaketable.inject.attach import Attached
 from shaketable.inject.injection import Injection
 from shaketable.plan import Plan
 
@@ -87,17 +86,3 @@ def test_a_magnitude_is_set_for_one_clause_or_for_all_that_have_one(clause):
     expected = [0.7 if clause in (None, i) else given for i, given in enumerate((0.1, 0.2, 0.3))]
     assert [site.asked for site in injection.ledger.sites] == [*expected, None]
     assert [getattr(fault, "magnitude", None) for fault in injection.faults] == [*expected, None]
-
-
-@pytest.mark.parametrize("missing", itertools.product((False, True), repeat=3), ids=str)
-def test_every_clause_that_matches_nothing_is_named_and_the_others_act(missing):
-    names = ["nowhere" if gone else name for gone, name in zip(missing, ("first", "second", "third"), strict=True)]
-    injection = Injection(Plan.parse(";".join(f"gain:0.{i + 1}@module.{n}" for i, n in enumerate(names))), allow_inert=True)
-    model = Five()
-    attached = Attached(injection, model, 0, lenient=True)
-    injection.add(attached)
-    with injection as ledger:
-        model(torch.ones(2, 16))
-    assert [site.forward for site in ledger.sites] == [0 if gone else 1 for gone in missing]
-    assert len(attached.unmatched) == sum(missing)
-    assert all("nowhere" in line for line in attached.unmatched)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import nn
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list as entries
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.node import map_arg
 
@@ -122,23 +121,6 @@ def test_one_clause_that_is_on_is_a_plan_that_is_on():
     assert len(record.graphs) == 2
     assert all(not torch.equal(a, b) for i, a in enumerate(found) for b in found[i + 1 :])
     injection.close()
-
-
-def guarded(code):
-    """Lines of guards of each graph of a function, and how many of them are about whether a plan is there."""
-    texts = [str(entry.guard_manager).splitlines() for entry in entries(code)]
-    return [sum(".present[" in line.split("#")[0] and "GuardManager" not in line for line in lines) for lines in texts]
-
-
-@pytest.mark.parametrize("plan", [NOISE, "relative_gaussian:0.1@op.matmul", "relative_gaussian:0.1@module.linear,point=weight"])
-def test_the_switch_is_one_guard_however_many_taps_there_are(plan):
-    for floors in (2, 9):
-        net, x = tower(floors=floors)
-        compiled = torch.compile(net, backend="eager")
-        with st.inject(net, plan, allow_inert=True) as _, st.inject(net, plan, allow_inert=True, seed=1):
-            compiled(x)
-            assert guarded(Tower.forward.__code__) == [2], "one for each of two plans"
-        torch._dynamo.reset()
 
 
 def test_nothing_but_the_switch_makes_another_graph():

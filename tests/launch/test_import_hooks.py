@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from shaketable.integrations import ray, vllm
 from shaketable.launch.import_hooks import WATCHED, install
 
 
@@ -34,24 +33,6 @@ def test_each_function_is_called_once_after_the_module_has_run(fresh):
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_module")
     assert importlib.util.find_spec("another_one_that_is_not_there") is None
-
-
-def test_every_framework_is_given_to_the_function_that_is_meant_for_it(monkeypatch):
-    given = {}
-
-    def note(home, name):
-        monkeypatch.setattr(home, name, lambda what: given.setdefault(name, []).append(what) or "wrapped")
-
-    note(vllm, "patch")
-    note(vllm, "with_a_name")
-    note(ray, "follow")
-    module = SimpleNamespace(main="the main")
-    for name, function in WATCHED.items():
-        if not name.startswith(("torch", "transformers")):
-            function(module)
-    assert given == {"follow": [module], "with_a_name": ["the main"], "patch": [module] * len(vllm.PATCHED)}
-    assert set(vllm.PATCHED) <= set(WATCHED)
-    assert module.main == "wrapped"
 
 
 def test_generate_of_transformers_is_a_rollout_once_it_is_imported():

@@ -9,7 +9,6 @@ from shaketable.errors import ShaketableError
 from shaketable.launch.ledger_file import KeptFile
 from shaketable.launch.run import collect
 from tests.faulty_disk import every_use
-from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -22,16 +21,6 @@ def kept(request):
         return file
 
     return make
-
-
-def test_catching_up_writes_only_what_is_new(kept, tmp_path):
-    state, asked = {"n": 0}, []
-    file = kept(tmp_path / "f.json", lambda: asked.append(1) or dict(state), lambda: state["n"])
-    file.catch_up()
-    assert len(asked) == 1
-    state["n"] = 1
-    file.catch_up()
-    assert json.loads(file.path.read_text()) == {"n": 1} and len(asked) == 2
 
 
 def test_news_that_comes_while_it_is_written_is_written_the_next_time(kept, tmp_path):
@@ -67,18 +56,6 @@ def test_a_file_that_cannot_be_written_is_told_once_and_has_everything_later(kep
     folder.mkdir()
     file.catch_up()
     assert json.loads(file.path.read_text()) == {"n": 2}
-
-
-def test_what_changes_is_written_and_flush_writes_at_once(kept, tmp_path):
-    state = {"n": 0}
-    file = kept(tmp_path / "f.json", lambda: dict(state), lambda: state["n"])
-    assert json.loads(file.path.read_text()) == {"n": 0}
-    state["n"] = 1
-    file.flush()
-    assert json.loads(file.path.read_text()) == {"n": 1}
-    state["n"] = 2
-    file.start()
-    wait_until(lambda: json.loads(file.path.read_text()) == {"n": 2})
 
 
 def test_a_write_that_breaks_off_leaves_what_was_there(kept, tmp_path, monkeypatch):

@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import multiprocessing
-import os
 import threading
 import weakref
 
@@ -13,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import shaketable as st
-from shaketable.launch import process, process_identity
+from shaketable.launch import process_identity
 from shaketable.launch.process import ProcessInjection
 from shaketable.plan import Plan
 from shaketable.sites.phases import phase
@@ -248,43 +246,3 @@ def test_models_are_numbered_anew_in_each_task_and_judged_each_by_itself(monkeyp
             nn.Sequential(nn.RMSNorm(8))(X)
         names = [name.partition(".")[0] for site in found.injection.ledger.sites for name in site.spots]
         assert names == ["0", "model1"] and found.injection.inert_check.matched == {0: {0}, 1: {1}, 2: {0}, 3: {1}}
-
-
-@pytest.mark.parametrize(
-    ("place", "rank", "label", "here"),
-    [(None, 0, "", ""), ("5:Sampler#2", 5, "Sampler#2", "child of Sampler#2"), ("7:", 7, "", ""), ("3:a:b", 3, "a:b", "child of a:b")],
-)  # fmt: skip
-def test_an_actor_has_a_rank_and_a_label(monkeypatch, place, rank, label, here):
-    for name in ("RANK", "SHAKETABLE_PLACE"):
-        monkeypatch.delenv(name, raising=False)
-    if place is not None:
-        monkeypatch.setenv("SHAKETABLE_PLACE", place)
-    assert (process_identity.rank_here(), process_identity.label_here()) == (rank, label)
-    assert process_identity.current_name() == process_identity.ProcessName(here)
-    with Process() as found:
-        assert found.injection.rank == rank
-    monkeypatch.setenv("RANK", "9")
-    with Process() as found:
-        assert found.injection.rank == 9, "a launcher's word goes first"
-
-
-# ---- what is put around the exits of a process
-
-
-def test_a_process_that_leaves_by_exit_writes_its_ledger_first(monkeypatch):
-    seen = []
-    monkeypatch.setattr(os, "_exit", lambda status: seen.append(status))
-    process._flush_before_exit(type("File", (), {"flush": lambda self: seen.append("written")})())
-    os._exit(7)
-    assert seen == ["written", 7]
-
-
-@pytest.mark.parametrize(("parent", "written"), [(None, []), (object(), ["written"])])
-def test_a_child_of_multiprocessing_writes_before_it_answers(monkeypatch, parent, written):
-    seen = []
-    pickler = process.ForkingPickler
-    monkeypatch.setattr(pickler, "__init__", pickler.__init__)
-    monkeypatch.setattr(process_identity, "before_an_answer", lambda: seen.append("written"))
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
-    process._write_before_answers()
-    assert pickler.loads(bytes(pickler.dumps([1, 2]))) == [1, 2] and seen == written

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests import slow
-from tests.launch.test_process import Process, X, model, noise
+from tests.launch.test_process import Process, X, model
 from tests.launch.under_run import under_plan
 
 LINEAR = "relative_gaussian:0.05@module.linear"
@@ -45,16 +45,6 @@ def test_a_model_that_calls_another_in_its_first_pass_keeps_that_pass():
 def without_rank(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SHAKETABLE_PLACE"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID", "LOCAL_RANK"])
-def test_ranks_of_any_launcher_have_noise_of_their_own(without_rank, monkeypatch, name):
-    alone = noise()[0]
-    monkeypatch.setenv(name, "0")
-    first = noise()[0]
-    monkeypatch.setenv(name, "1")
-    second = noise()[0]
-    assert torch.equal(alone, first) and not torch.equal(first, second)
 
 
 def test_a_rank_that_joins_its_group_after_torch_was_imported_is_asked_again(without_rank, monkeypatch):

@@ -9,9 +9,8 @@ import pytest
 
 from shaketable.errors import PlanError
 from shaketable.launch import run
-from shaketable.launch.run import collect, environment, new_folder
+from shaketable.launch.run import collect, new_folder
 from shaketable.ledger.ledger import Ledger, Measured, SiteLedger, Spot
-from shaketable.plan import Plan
 
 PLAN = "gain:0.5@layer.1"
 
@@ -211,22 +210,6 @@ def test_a_folder_that_the_program_deleted_is_made_again(tmp_path):
     assert collect(folder, ["true"], 0).ledger is None and (folder / "ledger.json").is_file()
 
 
-@pytest.mark.parametrize("path", [None, "/some/where"])
-def test_a_plan_travels_in_four_variables_and_the_rest_stays(monkeypatch, tmp_path, path):
-    monkeypatch.setenv("OTHER", "1")
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    if path:
-        monkeypatch.setenv("PYTHONPATH", path)
-    found = environment(Plan.parse(PLAN, seed=7), tmp_path)
-    assert {k: v for k, v in found.items() if os.environ.get(k) != v} == {
-        "SHAKETABLE_PLAN": PLAN,
-        "SHAKETABLE_SEED": "7",
-        "SHAKETABLE_LEDGER": str(tmp_path),
-        "PYTHONPATH": str(run.STARTUP) + (f":{path}" if path else ""),
-    }
-    assert found["OTHER"] == "1"
-
-
 # ---- the program itself
 
 
@@ -242,12 +225,6 @@ def test_signals_go_to_the_program_and_afterwards_to_who_had_them_before(number)
         assert seen == [1], "who had it has it again"
     finally:
         signal.signal(number, before)
-
-
-def test_a_program_that_may_not_be_run_is_named(tmp_path):
-    (tmp_path / "plain.txt").write_text("")
-    with pytest.raises(PlanError, match=r"^cannot run '.*plain\.txt': Permission denied$"):
-        run.run_command([str(tmp_path / "plain.txt"), "x"], dict(os.environ))
 
 
 def test_a_python_without_the_package_is_left_at_once(tmp_path):

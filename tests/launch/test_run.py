@@ -98,13 +98,6 @@ def test_a_program_that_leaves_in_a_hurry_keeps_its_ledger(tmp_path):
     assert (code, ledger["forward"]) == (5, 1)
 
 
-@pytest.mark.slow
-def test_a_module_that_came_later_is_named(tmp_path):
-    body = "import torch; from torch import nn; m = nn.Sequential(nn.Linear(2, 2)); x = torch.ones(1, 2); m(x); m[0] = nn.Linear(2, 2); m(x)"
-    _, _, printed = under_plan(tmp_path / "l", LINEAR, sys.executable, "-c", body)
-    assert "was added to a model after its first call and has no faults" in " ".join(printed.split())
-
-
 def test_nothing_is_overwritten(tmp_path):
     under_plan(tmp_path / "l", LINEAR, *program("plain_loop.py"))
     before = (tmp_path / "l" / "ledger.json").read_bytes()

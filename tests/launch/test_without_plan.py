@@ -1,7 +1,5 @@
 """A process that computes without the plan, while others run under it, is an error; one that merely imported torch is not."""
 
-import json
-import shutil
 import sys
 
 import pytest
@@ -68,29 +66,9 @@ def test_children(tmp_path, kind, plan, code):
         assert any("imported torch but injected nothing (it called no model)" in line for line in ledger["warnings"])
 
 
-@pytest.fixture(scope="module")
-def other_model(tmp_path_factory):
-    """What a program leaves whose child runs a model that no clause matches: exit code, ledger, what was printed, and the folder."""
-    folder = tmp_path_factory.mktemp("other_model") / "l"
-    return *under_plan(folder, LINEAR, *program("processes_apart.py", "other_model")), folder
-
-
-def test_a_child_with_another_model_is_an_error_and_allow_inert_accepts_it(other_model):
-    code, ledger, printed, folder = other_model
+def test_a_child_with_another_model_is_an_error_and_allow_inert_accepts_it(tmp_path):
+    code, ledger, printed = under_plan(tmp_path / "l", LINEAR, *program("processes_apart.py", "other_model"))
     assert code == 3, printed
     assert len([line for line in ledger["warnings"] if "ran without the plan" in line]) == 1
-    again = collect(folder, [], 0, allow_inert=True)
+    again = collect(tmp_path / "l", [], 0, allow_inert=True)
     assert (again.exit_code, len(again.without_plan)) == (0, 1)
-    assert collect(folder, [], 7).exit_code == 7
-
-
-def test_ledgers_from_before_are_read_and_complained_about_as_before(other_model, tmp_path):
-    shutil.copytree(other_model[-1], tmp_path / "l")
-    for file in (tmp_path / "l").glob("process-*.json"):
-        body = json.loads(file.read_text())
-        for new in ("unmatched_models", "phases", "trained", "distributed", "engine"):
-            del body[new]
-        file.write_text(json.dumps(body))
-    result = collect(tmp_path / "l", [], 0)
-    assert (result.exit_code, result.without_plan) == (0, {})
-    assert any("imported torch but injected nothing" in line for line in result.warnings)

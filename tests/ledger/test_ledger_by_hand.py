@@ -8,9 +8,8 @@ from torch import nn
 
 import shaketable as st
 from shaketable.errors import InertError
-from shaketable.ledger.ledger import Ledger, LiveLedger, Measured, SiteLedger, Spot
-from shaketable.ledger.table import _percent, build_table, ledger_table, remarks
-from shaketable.plan import Plan
+from shaketable.ledger.ledger import Ledger, Measured, SiteLedger, Spot
+from shaketable.ledger.table import build_table, ledger_table, remarks
 
 
 def clause(*spots, site="layer.0", fault="gain:1", asked=1.0, **more):
@@ -165,48 +164,7 @@ def test_ledgers_of_other_plans_or_schemas_are_refused_by_name():
         assert str(raised.value) == f"this is not a ledger of schema 'shaketable.ledger/1': {schema!r}"
 
 
-# ---- live ledgers
-
-
-def test_an_empty_ledger_of_a_plan_says_what_is_asked_for():
-    plan = Plan.parse("gain:0.5@layer.1,phase=eval;mxfp4@module.linear;gain:0.25@op.matmul", seed=7)
-    found = Ledger.for_plan(plan, "native")
-    assert (found.plan, found.seed, found.kernel, found.processes) == (plan.text(), 7, "native", 1)
-    assert [(s.site, s.fault, s.asked, s.static, s.spots) for s in found.sites] == [
-        ("layer.1,phase=eval", "gain:0.5", 0.5, True, {}),
-        ("module.linear", "mxfp4", None, True, {}),
-        ("op.matmul", "gain:0.25", 0.25, False, {}),
-    ]
-
-
-@pytest.mark.parametrize(
-    "look", [str, Ledger.to_dict, Ledger.inert, lambda live: live.forward, lambda live: Ledger.merge([live])]
-)
-def test_every_look_at_a_live_ledger_sees_what_was_counted_until_then(look):
-    spot = read(1.0)
-    live = LiveLedger("plan", 0, [clause(spot)], settle=lambda: spot.counts.update(train=[spot.counts["train"][0] + 1, 0]))
-    look(live)
-    count = spot.counts["train"][0]
-    assert count > 1 and live.forward == count + 1
-
-
-def test_a_live_ledger_that_is_cleared_forgets_its_counters_first():
-    """Else what was counted on a device would come back into the ledger that was just cleared."""
-    order, spot = [], read(1.0)
-    live = LiveLedger("plan", 0, [clause(spot)], settle=lambda: order.append("settle"), forget=lambda: order.append("forget"))
-    live.clear()
-    assert order[0] == "forget" and live.sites[0].spots["a"] is spot == Spot("a", 0)
-
-
 # ---- the table
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "–"), (0.0, "0.00%"), (0.25, "25.00%"), (1e-4, "0.01%"), (9.9e-5, "9.9e-05"), (1.0, "100.00%")],
-)
-def test_shares_are_shown_in_percent_and_small_ones_as_they_are(value, text):
-    assert _percent(value) == text
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -247,4 +205,4 @@ def test_the_error_of_the_table_is_the_measured_error_of_the_file():
     assert site["forward"] == site["backward"] == 1
     both = found.sites[0].measured().error
     assert f"{both:.4f}" != f"{site['measured_error']:.4f}", "errors of values and gradients are unlike"
-    assert _percent(site["measured_error"]) in str(found) and _percent(both) not in str(found)
+    assert f"{site['measured_error']:.2%}" in str(found) and f"{both:.2%}" not in str(found)

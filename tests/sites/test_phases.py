@@ -1,26 +1,11 @@
-"""What the program is doing: which of several claims wins, what one rollout is, and that a class gets its method back."""
+"""What the program is doing: which of several claims wins, and what one rollout is."""
 
 import threading
 
 import pytest
 
 from shaketable.errors import PlanError
-from shaketable.sites import phases
-from shaketable.sites.phases import as_rollout, current_phase, current_rollout, mark_generate, phase, unmark_generate
-
-
-class Model:
-    def generate(self, *args, **kwargs):
-        """Sample."""
-        return current_phase(False), current_rollout(), args, kwargs
-
-
-class Child(Model):
-    pass
-
-
-class Mute:
-    generate = None
+from shaketable.sites.phases import as_rollout, current_phase, current_rollout, phase
 
 
 @pytest.mark.parametrize(("training", "found"), [(True, "train"), (False, "eval")])
@@ -104,23 +89,3 @@ def test_another_thread_does_not_inherit_a_phase():
         thread.start()
         thread.join()
     assert found == [("train", None)]
-
-
-def test_generate_is_marked_where_it_is_defined_and_put_back_by_the_last():
-    original = Model.__dict__["generate"]
-    homes = [mark_generate(Child), mark_generate(Model)]
-    assert homes == [Model, Model] and "generate" not in Child.__dict__
-    try:
-        assert Model.generate.__doc__ == "Sample." and Model.__dict__["generate"] is not original
-        told, rollout, args, kwargs = Child().generate(1, b=2)
-        assert (told, args, kwargs) == ("rollout", (1,), {"b": 2}) and rollout is not None
-        unmark_generate(Model)
-        assert Child().generate()[0] == "rollout", "somebody still needs it"
-    finally:
-        unmark_generate(Model)
-    assert Model.__dict__["generate"] is original and Model not in phases._marked
-    assert Child().generate()[:2] == ("eval", None)
-
-
-def test_a_class_without_generate_is_left_alone():
-    assert mark_generate(Mute) is None and mark_generate(object) is None and phases._marked == {}
