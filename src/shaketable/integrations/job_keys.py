@@ -18,7 +18,6 @@ Each ends the program with one line and 2. The origin's own verl reads the origi
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import re
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shaketable.errors import ShaketableError
+from shaketable.integrations.common.wrapping import wrap_once
 from shaketable.integrations.origin_configs.translate import translate
 
 READ = "SHAKETABLE_KEYS_READ"
@@ -46,6 +46,8 @@ OF_THE_ORIGIN = tuple(f"verl.utils.{name}" for name in ("noisy_ops", "hw_error_i
 """Modules of the origin's own verl, which read its keys."""
 
 _read = False
+_asked: list[str] = []
+"""The keys of this program's config that must have been read before Ray starts."""
 
 
 # ---- around the job
@@ -101,19 +103,14 @@ def watch(arguments: Sequence[str]) -> None:
 
     if (problem := cut_by_hydra(arguments)) is not None:
         _end(problem)
-    if not hasattr(HydraConfig.set_config, "__wrapped__"):
-        HydraConfig.set_config = _and_judge(HydraConfig.set_config)
+    wrap_once(HydraConfig, "set_config", _set_and_judge)
 
 
-def _and_judge(set_config: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    @functools.wraps(set_config)
-    def set_and_judge(self: Any, config: Any) -> None:
-        set_config(self, config)
-        from omegaconf import OmegaConf
+def _set_and_judge(set_config: Callable[[Any, Any], None], hydra: Any, config: Any) -> None:
+    set_config(hydra, config)
+    from omegaconf import OmegaConf
 
-        judge({str(key): _plain(OmegaConf, config, key) for key in config if key != "hydra"})
-
-    return set_and_judge
+    judge({str(key): _plain(OmegaConf, config, key) for key in config if key != "hydra"})
 
 
 def _plain(omegaconf: Any, config: Any, key: Any) -> Any:
@@ -132,7 +129,9 @@ def judge(config: Mapping[str, Any]) -> None:
         verl = getattr(sys.modules.get("verl"), "__version__", "?")
         if (problem := unread(config, asked, plan, _program(), verl, PLUGIN in sys.modules)) is not None:
             _end(problem)
-        _before_ray(asked)
+        if (ray := sys.modules.get("ray")) is not None:
+            _asked[:] = asked
+            wrap_once(ray, "init", _check_and_init)
 
 
 def _is_here(module: str) -> bool:
@@ -170,21 +169,11 @@ def unread(config: Mapping[str, Any], asked: list[str], plan: str | None, progra
     return None
 
 
-def _before_ray(asked: list[str]) -> None:
+def _check_and_init(init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """verl's main checks its config, where the plugin reads it, and starts Ray then."""
-    ray: Any = sys.modules.get("ray")
-    if ray is None or hasattr(ray.init, "shaketable"):
-        return
-    init = ray.init
-
-    @functools.wraps(init)
-    def check_and_init(*args: Any, **kwargs: Any) -> Any:
-        if not _read:
-            _end(f"Ray starts, and nothing has read {', '.join(asked)}; call verl.utils.config.validate_config(config) before")
-        return init(*args, **kwargs)
-
-    check_and_init.shaketable = True  # type: ignore[attr-defined]
-    ray.init = check_and_init
+    if not _read:
+        _end(f"Ray starts, and nothing has read {', '.join(_asked)}; call verl.utils.config.validate_config(config) before")
+    return init(*args, **kwargs)
 
 
 def cut_by_hydra(arguments: Sequence[str]) -> str | None:

@@ -38,11 +38,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import lru_cache, wraps
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shaketable.errors import PlanError, ShaketableError
+from shaketable.integrations.common.wrapping import wrap_once
 from shaketable.integrations.names import check
 from shaketable.launch import import_hooks, process_identity
 
@@ -119,27 +120,22 @@ def follow(ray: Any) -> None:
         return
     check("ray.actor:ActorClass", "ray._private.serialization:SerializationContext")
     process_identity.current_task, process_identity.current_name = _current_task, _current_name
-    ray.init = _carrying(ray.init)
-    ray.shutdown = _after_the_ledgers(ray.shutdown)
-    ray.actor.ActorClass._remote = _numbered(ray.actor.ActorClass._remote)
-    context = ray._private.serialization.SerializationContext
-    context.serialize = _after_my_ledger(context.serialize)
+    wrap_once(ray, "init", _init_with_plan)
+    wrap_once(ray, "shutdown", _shutdown_after_ledgers)
+    wrap_once(ray.actor.ActorClass, "_remote", partial(_create_numbered, Counter()))
+    wrap_once(ray._private.serialization.SerializationContext, "serialize", _serialize_after_ledger)
     atexit.register(_wait_for_ledgers)
 
 
-def _carrying(init: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(init)
-    def init_with_plan(*args: Any, **options: Any) -> Any:
-        import ray
+def _init_with_plan(init: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    import ray
 
-        if PLAN in os.environ and LEDGER in os.environ and not ray.is_initialized():
-            job, own = options.get("job_config"), options.get("runtime_env")
-            base = job.runtime_env if own is None and job is not None else own
-            ours = {k: v for k, v in os.environ.items() if k.startswith("SHAKETABLE_") and k not in _NOT_SHIPPED}
-            options["runtime_env"] = _merged(base, ours)
-        return init(*args, **options)
-
-    return init_with_plan
+    if PLAN in os.environ and LEDGER in os.environ and not ray.is_initialized():
+        job, own = options.get("job_config"), options.get("runtime_env")
+        base = job.runtime_env if own is None and job is not None else own
+        ours = {k: v for k, v in os.environ.items() if k.startswith("SHAKETABLE_") and k not in _NOT_SHIPPED}
+        options["runtime_env"] = _merged(base, ours)
+    return init(*args, **options)
 
 
 def _merged(base: Mapping[str, Any] | None, ours: dict[str, str]) -> dict[str, Any]:
@@ -168,17 +164,13 @@ def _ours_first(theirs: Callable[[], Any] | str) -> Callable[[], None]:
     return begin_and_go_on
 
 
-def _numbered(create: Callable[..., Any]) -> Callable[..., Any]:
-    made: Counter[tuple[str, str]] = Counter()
-
-    @wraps(create)
-    def _remote(self: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
-        if not options.get("get_if_exists"):  # Ray comes back without it when there is something to make
-            name = self.__ray_metadata__.class_name.rpartition(".")[2]
-            options["runtime_env"] = _placed(options.get("runtime_env"), _next_place(made, name, options.get("name")))
-        return create(self, args, kwargs, **options)
-
-    return _remote
+def _create_numbered(
+    made: Counter[tuple[str, str]], create: Callable[..., Any], actor: Any, args: Any = None, kwargs: Any = None, **options: Any
+) -> Any:
+    if not options.get("get_if_exists"):  # Ray comes back without it when there is something to make
+        name = actor.__ray_metadata__.class_name.rpartition(".")[2]
+        options["runtime_env"] = _placed(options.get("runtime_env"), _next_place(made, name, options.get("name")))
+    return create(actor, args, kwargs, **options)
 
 
 def _next_place(made: Counter[tuple[str, str]], kind: str, name: str | None) -> str:
@@ -199,27 +191,18 @@ def _placed(base: Any, place: str) -> Any:
     return env
 
 
-def _after_the_ledgers(shutdown: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(shutdown)
-    def shutdown_after(*args: Any, **options: Any) -> Any:
-        _wait_for_ledgers()
-        return shutdown(*args, **options)
-
-    return shutdown_after
+def _shutdown_after_ledgers(shutdown: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    _wait_for_ledgers()
+    return shutdown(*args, **options)
 
 
-def _after_my_ledger(serialize: Callable[..., Any]) -> Callable[..., Any]:
-    """All that leaves a process of Ray is serialized by one function."""
+def _serialize_after_ledger(serialize: Callable[..., Any], context: Any, value: Any) -> Any:
+    """All that leaves a process of Ray is serialized by this one function."""
+    import ray
 
-    @wraps(serialize)
-    def serialize_after(self: Any, value: Any) -> Any:
-        import ray
-
-        if self.worker.mode == ray.WORKER_MODE:
-            process_identity.before_an_answer()
-        return serialize(self, value)
-
-    return serialize_after
+    if context.worker.mode == ray.WORKER_MODE:
+        process_identity.before_an_answer()
+    return serialize(context, value)
 
 
 def _wait_for_ledgers() -> None:

@@ -36,9 +36,10 @@ def _on_ray(module: ModuleType) -> None:
 
 
 def _on_vllm_command(module: ModuleType) -> None:
-    from shaketable.integrations.vllm import with_a_name
+    from shaketable.integrations.common.wrapping import wrap_once
+    from shaketable.integrations.vllm import run_with_a_name
 
-    vars(module)["main"] = with_a_name(module.main)
+    wrap_once(module, "main", run_with_a_name)
 
 
 def _on_vllm(module: ModuleType) -> None:

@@ -28,9 +28,10 @@ class Sampler:
         config = SimpleNamespace(
             additional_config={}, compilation_config=compiling, parallel_config=SimpleNamespace(data_parallel_rank=0)
         )
-        runner = SimpleNamespace(get_model=lambda: self.model, execute_model=lambda *_: None)
         self.worker = SimpleNamespace(
-            vllm_config=config, model_runner=runner, current_platform=SimpleNamespace(is_cpu=lambda: True)
+            vllm_config=config,
+            model_runner=SimpleNamespace(get_model=lambda: self.model),
+            execute_model=lambda _: self.model(torch.randn(2, 4)),
         )
         self._shaketable = Shaker(self.worker)
         self.shaker = self._shaketable
@@ -39,8 +40,8 @@ class Sampler:
         SamplerExtension.switch_plan(self, on)
 
     def serve(self):
-        with self.shaker.serving(), torch.inference_mode():
-            self.model(torch.randn(2, 4))
+        with torch.inference_mode():
+            self.worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=2))
 
     def fires(self, what, phase, site=0):
         return self.shaker.newest[what].ledger.to_dict()["sites"][site]["phases"].get(phase, {}).get("forward", 0)
@@ -48,12 +49,10 @@ class Sampler:
 
 @pytest.fixture
 def sampler(monkeypatch):
-    from shaketable.integrations.vllm import refusals, worker
+    from shaketable.integrations.vllm import worker
 
-    for module in (worker, refusals):
-        for name in ("watch_requests", "watch_new_weights", "refuse_captured", "refuse_adapted"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, lambda *_: None)
+    for name in ("refuse_captured", "refuse_adapted"):
+        monkeypatch.setattr(worker, name, lambda *_: None)
     made = Sampler()
     made.shaker.attach(Instructions(plan=PLAN, aqn="constant:0.1", total_steps=4))
     yield made

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shaketable as st
-from shaketable.integrations.trl import AQNCallback
+from shaketable.integrations.trl import ShaketableCallback
 from tests.integrations.hf.small_trainers import evaluating, grpo, llama
 
 pytestmark = pytest.mark.covers("TRL", "callback: AQN in GRPO", "eager")
@@ -27,11 +27,11 @@ class Spy:
 
 def test_origin_03_the_trainers_step_reaches_the_noise(tmp_path):
     model = llama()
-    callback = AQNCallback("global_decay:0.2-0.02,stages=3")
+    callback = ShaketableCallback(aqn="global_decay:0.2-0.02,stages=3")
     spy = Spy(model)
     trainer = grpo(tmp_path, model, callback)
     trainer.train()
-    logged = [row["aqn_sigma"] for row in trainer.state.log_history if "aqn_sigma" in row]
+    logged = [row["shaketable/sigma"] for row in trainer.state.log_history if "shaketable/sigma" in row]
     assert logged == [0.0, 0.2, 0.02]
     noise = callback.noise
     assert (noise.rollouts, noise.ledger.forward) == (3, 10), "five norms, two rollouts with noise"
@@ -47,7 +47,7 @@ def test_origin_04_sigma_of_each_layer_reaches_the_sampler(tmp_path):
     file.write_text(
         "aqn: {enabled: true, layer_specific: true, base_sigma: 0.1, layer_sigmas: {1: 0.3}, schedule: 'constant:0.1'}\n"
     )
-    model, callback = llama(), AQNCallback(file)
+    model, callback = llama(), ShaketableCallback(aqn=file)
     grpo(tmp_path, model, callback).train()
     assert callback.noise.layers_hit == (1,)
     assert callback.noise.sigmas == pytest.approx({1: 0.3})
@@ -58,7 +58,7 @@ def test_origin_04_sigma_of_each_layer_reaches_the_sampler(tmp_path):
 
 
 def test_origin_05_what_a_trainer_evaluates_is_clean(tmp_path):
-    model, callback = llama(), AQNCallback("constant:0.2")
+    model, callback = llama(), ShaketableCallback(aqn="constant:0.2")
     spy = Spy(model)
     evaluations = evaluating(tmp_path, model, callback, spy.calls)
     assert len(evaluations) == 4 and all(len(calls) > 1 for calls in evaluations)
@@ -73,18 +73,18 @@ def test_a_block_around_training_cleans_up_at_once(tmp_path):
 
     model = llama()
     kinds = [type(m) for m in model.modules()]
-    with pytest.raises(ZeroDivisionError), AQNCallback(st.AQN(st.Constant(0.2))) as callback:
+    with pytest.raises(ZeroDivisionError), ShaketableCallback(aqn=st.AQN(st.Constant(0.2))) as callback:
         grpo(tmp_path, model, callback, reward=failing).train()
     assert callback.noise.injection.closed
     assert [type(m) for m in model.modules()] == kinds
 
 
 def test_a_resumed_training_goes_on_with_the_noise_of_its_step(tmp_path):
-    callback = AQNCallback("epoch_aware:0.2-0.02")
+    callback = ShaketableCallback(aqn="epoch_aware:0.2-0.02")
     trainer = grpo(tmp_path, llama(), callback, save_strategy="steps", save_steps=2)
     trainer.train()
-    whole = [row["aqn_sigma"] for row in trainer.state.log_history if "aqn_sigma" in row]
-    again = AQNCallback("epoch_aware:0.2-0.02")
+    whole = [row["shaketable/sigma"] for row in trainer.state.log_history if "shaketable/sigma" in row]
+    again = ShaketableCallback(aqn="epoch_aware:0.2-0.02")
     resumed = grpo(tmp_path, llama(), again)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert again.noise.rollouts == 1 and again.noise.step == 2
@@ -98,7 +98,9 @@ def test_a_trainer_that_never_samples_is_an_error(tmp_path):
     rows = {"input_ids": [[3, 4, 5]] * 4, "labels": [[3, 4, 5]] * 4}
     arguments = TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no")
     model = llama()
-    trainer = Trainer(model, arguments, train_dataset=Dataset.from_dict(rows), callbacks=[AQNCallback("constant:0.1")])
+    trainer = Trainer(
+        model, arguments, train_dataset=Dataset.from_dict(rows), callbacks=[ShaketableCallback(aqn="constant:0.1")]
+    )
     with pytest.raises(st.InertError, match="no rollout"):
         trainer.train()
     assert "_shaketable_weights" not in model.model.norm.__dict__
@@ -108,4 +110,4 @@ def test_a_schedule_too_short_for_the_run_is_refused_before_the_first_step(tmp_p
     from shaketable.errors import ShaketableError
 
     with pytest.raises(ShaketableError, match="σ is 0 at each of 1 steps"):
-        grpo(tmp_path, llama(), AQNCallback("global_decay:0.2-0.02"), max_steps=1).train()
+        grpo(tmp_path, llama(), ShaketableCallback(aqn="global_decay:0.2-0.02"), max_steps=1).train()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from shaketable.integrations.vllm import with_a_name
+from shaketable.integrations.vllm import run_with_a_name
 
 MAIN = """
 import importlib.metadata
@@ -42,4 +42,4 @@ def test_other_errors_of_the_command_stay_what_they_are():
         raise ModuleNotFoundError("No module named 'uvloop'")
 
     with pytest.raises(ModuleNotFoundError, match="uvloop"):
-        with_a_name(main)()
+        run_with_a_name(main)

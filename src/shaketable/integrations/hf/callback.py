@@ -8,7 +8,7 @@ see a clean model. A clause without a phase acts in rollouts and training; an ev
 a clause names `phase=eval`. Reference models are never touched.
 
 No callback fires when an evaluation begins, none between generation and loss, and none when a trainer raises. So while a
-training runs, two methods of that one trainer are exchanged (`Exchanged`); the trainer is found on the stack.
+training runs, two methods of that one trainer are wrapped; the trainer is found on the stack.
 
 Step and rank key the noise, so a resumed training gets the noise of an uninterrupted one. The ledger is written
 with every log and every checkpoint, and kept in the checkpoint too: a resumed training adds to what its checkpoint had. At the
@@ -18,11 +18,10 @@ error, after the first step if that is known by then.
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -35,6 +34,7 @@ from shaketable.aqn.attach import AttachedAQN
 from shaketable.aqn.spec import AQN
 from shaketable.errors import InertError, ShaketableError
 from shaketable.inject.injection import Injection, inject, this_rank
+from shaketable.integrations.common.wrapping import wrap_once
 from shaketable.integrations.hf.mismatch import MismatchCheck
 from shaketable.integrations.hf.vllm_sampler import Colocated, prepare_colocated, sampler_of
 from shaketable.integrations.names import check_object
@@ -92,7 +92,8 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         """The ledger up to the checkpoint that this training was resumed from."""
         self.merged: Ledger | None = None
         """The ledger of all ranks, when training has ended."""
-        self._exchanged: Exchanged | None = None
+        self._unwrap: list[Callable[[], None]] = []
+        """Give the trainer its own methods back; empty when none is training."""
         self._call: FrameType | None = None
         self._evaluates = self.plan is not None and any("eval" in c.site.phase for c in self.plan.clauses)
         self._logged = (0, 0)
@@ -112,11 +113,15 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         check_object("transformers trainer", trainer)
         self._attach(trainer, state)
         self._call = running_call(trainer)
-        self._exchanged = Exchanged(trainer, training_step=self._training, evaluation_loop=self._evaluation)
+        self._unwrap = [
+            wrap_once(trainer, "training_step", self._training_step),
+            wrap_once(trainer, "evaluation_loop", self._evaluation_loop),
+        ]
         callbacks = trainer.callback_handler.callbacks  # those that report a log come first and would miss what is added later
         callbacks.insert(0, callbacks.pop(callbacks.index(self)))
         if self.mismatch_every is not None:
             self.mismatch = MismatchCheck(trainer, self.mismatch_every, self.mismatch_stop)
+            self._unwrap.append(self.mismatch.undo)
 
     def _check_file(self, file: Path, resumed: bool) -> None:
         """Refuse the file of another training; one that was killed has left its own, which a resumed one goes on with."""
@@ -146,7 +151,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """The noise of this step."""
-        if self._exchanged is None:
+        if not self._unwrap:
             raise ShaketableError(
                 f"{type(self).__name__} was added after training began; give it to the trainer before train()"
             )
@@ -159,7 +164,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """After the first step: raises when a rank injected nothing, as far as that is known."""
-        if self._exchanged is None or self._is_checked:
+        if not self._unwrap or self._is_checked:
             return
         self._is_checked = True
         if errors := _by_rank(from_all_ranks([] if self.allow_inert else self._first_complaints())):
@@ -172,7 +177,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
 
     def _keep(self, *files: Path) -> None:
         """Bring the ledger on disk up to date. All ranks come by here in the same order."""
-        if self.file is None or self._exchanged is None:
+        if self.file is None or not self._unwrap:
             return
         rows = from_all_ranks(self.ledger.to_dict())
         if this_rank() == 0:
@@ -187,7 +192,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         """Log what was injected since the last line, beside the losses."""
-        if logs is not None and "loss" in logs and self._exchanged is not None:
+        if logs is not None and "loss" in logs and self._unwrap:
             found = self._metrics()
             for place in (logs, state.log_history[-1]):
                 place.update(found)
@@ -212,30 +217,28 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
 
     # ---- on and off
 
-    @contextmanager
-    def _training(self) -> Iterator[None]:
+    def _training_step(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._left_behind():
-            yield
-            return
+            return train(*args, **kwargs)
         with self._guarded():
             self._switch(True)
-            yield
+            loss = train(*args, **kwargs)
             self._switch(False)
+        return loss
 
-    @contextmanager
-    def _evaluation(self) -> Iterator[None]:
+    def _evaluation_loop(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._left_behind():
-            yield
-            return
+            return evaluate(*args, **kwargs)
         with self._guarded(), phase("eval"):
             if self.sampler is not None:
                 self.sampler.phase = "eval"
             if self._evaluates and self.injection is not None:
                 self._switch_one(self.injection, True)
-            yield
+            output = evaluate(*args, **kwargs)
             self._switch(False)
             if self.sampler is not None:
                 self.sampler.phase = "rollout"
+        return output
 
     def _left_behind(self) -> bool:
         """Whether the training that we belong to ended without a word, by an error outside of its steps: then end too."""
@@ -275,11 +278,9 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
 
     def close(self) -> None:
         """Take everything off the model and the trainer. What was counted stays."""
-        if self._exchanged is not None:
-            self._exchanged.undo()
-            if self.mismatch is not None:
-                self.mismatch.undo()
-            self._exchanged = self._call = None
+        for unwrap in self._unwrap:
+            unwrap()
+        self._unwrap, self._call = [], None
         if self.injection is not None:
             self.injection.close(check=False)
         if self.noise is not None:
@@ -435,35 +436,6 @@ def is_running(call: FrameType) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-class Exchanged:
-    """Methods of one object that run inside a context; `undo` gives it its own back."""
-
-    def __init__(self, who: Any, **around: Callable[[], AbstractContextManager[None]]) -> None:
-        self.who = who
-        self.before = {name: who.__dict__.get(name) for name in around}
-        self.ours = {name: _inside(context, getattr(who, name)) for name, context in around.items()}
-        who.__dict__.update(self.ours)
-
-    def undo(self) -> None:
-        """Restore the original; whatever other code has put there since stays."""
-        for name, ours in self.ours.items():
-            if self.who.__dict__.get(name) is not ours:
-                continue
-            if self.before[name] is None:
-                del self.who.__dict__[name]
-            else:
-                self.who.__dict__[name] = self.before[name]
-
-
-def _inside(context: Callable[[], AbstractContextManager[None]], method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with context():
-            return method(*args, **kwargs)
-
-    return run
 
 
 def reference_test(model: nn.Module) -> Callable[[], bool] | None:

@@ -21,6 +21,7 @@ import torch
 from shaketable.errors import ShaketableError
 from shaketable.evaluate.decoding import padded
 from shaketable.integrations.common.mismatch import ROLLOUTS, Budget, floor_and_share, gap, named, refuse_stale, weight_counts
+from shaketable.integrations.common.wrapping import wrap_once
 from shaketable.integrations.hf.vllm_sampler import samples_with_vllm
 from shaketable.mismatch.engine import Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.hf import HFEngine
@@ -52,20 +53,16 @@ class MismatchCheck:
         """Numbers of the last check, until they are logged."""
         self.budget = Budget()
         self._checked: int | None = None
-        self._generate: Callable[..., Any] = getattr(trainer, METHOD)
-        trainer.__dict__[METHOD] = self._then_check
-
-    def undo(self) -> None:
-        """Give the trainer its method back."""
-        self.trainer.__dict__.pop(METHOD, None)
+        self.undo = wrap_once(trainer, METHOD, self._generate_and_check)
+        """Give the trainer its own method back."""
 
     def logged(self) -> dict[str, float]:
         """New numbers since the last call."""
         found, self.newest = self.newest, {}
         return found
 
-    def _then_check(self, batch: Any) -> Any:
-        made = self._generate(batch)
+    def _generate_and_check(self, generate: Callable[[Any], Any], batch: Any) -> Any:
+        made = generate(batch)
         step = self.trainer.state.global_step
         if self.trainer.model.training and step % self.every == 0 and step != self._checked:
             self._checked = step

@@ -36,6 +36,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from shaketable.integrations.common.wrapping import wrap_once
 from shaketable.launch import import_hooks
 
 if TYPE_CHECKING:
@@ -50,16 +51,13 @@ _announced: set[Path] = set()
 def _on_config(module: ModuleType) -> None:
     """`verl.utils.config`: verl's driver checks every config with it."""
     _accept_keys_without_plus()
-    if not hasattr(module, "validate_config"):  # nobody reads the keys then, and the guard of Hydra ends a job that has them
-        return
-    validate: Callable[..., None] = module.validate_config
+    if hasattr(module, "validate_config"):  # otherwise nobody reads the keys, and the guard of Hydra ends a job that has them
+        wrap_once(module, "validate_config", _validate_and_announce)
 
-    @functools.wraps(validate)
-    def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
-        validate(config, *args, **kwargs)
-        _announce(config)
 
-    module.validate_config = validate_config  # type: ignore[attr-defined]
+def _validate_and_announce(validate: Callable[..., None], config: Any, *args: Any, **kwargs: Any) -> None:
+    validate(config, *args, **kwargs)
+    _announce(config)
 
 
 def _accept_keys_without_plus() -> None:
@@ -128,15 +126,12 @@ def _look_back(ledger: Path) -> None:
 
 def _on_trainers(module: ModuleType) -> None:
     """`verl.trainer.ppo.v1`: verl's task runner asks it for a trainer class by name, and calls that with the config."""
-    if not hasattr(module, "get_trainer_cls"):  # verl ends at the trainer's name, which the driver has changed
-        return
-    choose: Callable[[str], Callable[..., Any]] = module.get_trainer_cls
+    if hasattr(module, "get_trainer_cls"):  # otherwise verl ends at the trainer's name, which the driver has changed
+        wrap_once(module, "get_trainer_cls", _choose_trainer)
 
-    @functools.wraps(choose)
-    def get_trainer_cls(name: str) -> Callable[..., Any]:
-        return functools.partial(_make_trainer, choose(name.removeprefix(OURS)))
 
-    module.get_trainer_cls = get_trainer_cls  # type: ignore[attr-defined]
+def _choose_trainer(choose: Callable[[str], Callable[..., Any]], name: str) -> Callable[..., Any]:
+    return functools.partial(_make_trainer, choose(name.removeprefix(OURS)))
 
 
 def _make_trainer(chosen: Any, config: Any) -> Any:

