@@ -3,7 +3,6 @@
 Hydra and verl themselves are in tests/frameworks/verl/test_releases.py.
 """
 
-import subprocess
 import sys
 import types
 
@@ -11,7 +10,6 @@ import pytest
 
 from shaketable.integrations import job_keys
 from shaketable.integrations.job_keys import asks_for, judge, quoted, unread
-from tests import ROOT
 
 PLAN = "gain:0.1@layer.1"
 V1 = {"trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}}, "actor_rollout_ref": {}}
@@ -92,11 +90,3 @@ def test_the_origins_own_verl_is_left_to_itself(ray, monkeypatch, capsys):
 
 def test_quotes_for_hydra_are_inside_of_those_for_the_shell():
     assert quoted("+shaketable.plan=a,b=1@c") == """'+shaketable.plan="a,b=1@c"'"""
-
-
-def test_the_guard_costs_no_torch():
-    code = "import sys, shaketable.integrations.job_keys; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "False"

@@ -66,10 +66,7 @@ def test_validations_are_clean_under_the_plan_or_both(tmp_path, asked, plan_in, 
     made = shaking(tmp_path, plan=NOISE, plan_in=plan_in, validate=asked)
     assert made.instructions("sampler", 1).plan == f"{NOISE},phase={phase}"
     assert made.validations == Shaking.read(made.pinned()).validations == scored
-
-
-def test_a_clause_that_names_eval_makes_validations_faulty(tmp_path):
-    assert shaking(tmp_path, plan=f"{NOISE},phase=rollout+eval").validations == "plan"
+    assert shaking(tmp_path, plan=f"{NOISE},phase=rollout+eval").validations == "plan", "a clause may ask for it"
 
 
 @pytest.mark.parametrize(
@@ -89,23 +86,25 @@ def test_validations_that_cannot_be_had_are_refused(tmp_path, keys, message):
         shaking(tmp_path, **keys)
 
 
-@pytest.mark.parametrize("plan", [NOISE, "dead_zone:0.01,scope=token@layer.15", "gain:0.1@module.mlp,phase=train"])
-def test_strategy_fsdp_is_enough_for_operators_layers_and_modules_by_name(tmp_path, plan):
-    assert shaking_of(config(tmp_path, strategy="fsdp", shaketable={"plan": plan}), {}).instructions("actor", 1) is not None
-
-
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "fails"),
     [
-        {"plan": "relative_gaussian:0.05@module.linear"},
-        {"plan": "mxfp4@module.o_proj,point=weight"},
-        {"aqn": "constant:0.01,where=both"},
+        ({"plan": NOISE}, False),
+        ({"plan": "dead_zone:0.01,scope=token@layer.15"}, False),
+        ({"plan": "gain:0.1@module.mlp,phase=train"}, False),
+        ({"aqn": EPOCHS}, False),
+        ({"plan": "relative_gaussian:0.05@module.linear"}, True),
+        ({"plan": "mxfp4@module.o_proj,point=weight"}, True),
+        ({"aqn": "constant:0.01,where=both"}, True),
     ],
 )
-def test_what_strategy_fsdp_cannot_do_names_the_strategy_that_can(tmp_path, keys):
-    with pytest.raises(ShaketableError, match=r"flat vectors.*use actor_rollout_ref.actor.strategy=fsdp2"):
-        shaking_of(config(tmp_path, strategy="fsdp", shaketable=keys), {})
+def test_what_strategy_fsdp_cannot_do_names_the_strategy_that_can(tmp_path, keys, fails):
     assert shaking_of(config(tmp_path, strategy="fsdp2", shaketable=keys), {}) is not None
+    if fails:
+        with pytest.raises(ShaketableError, match=r"flat vectors.*use actor_rollout_ref.actor.strategy=fsdp2"):
+            shaking_of(config(tmp_path, strategy="fsdp", shaketable=keys), {})
+    else:
+        assert shaking_of(config(tmp_path, strategy="fsdp", shaketable=keys), {}) is not None
 
 
 def test_each_role_has_the_clauses_that_act_in_it(tmp_path):
@@ -135,12 +134,8 @@ def test_a_schedule_by_epochs_follows_the_epochs_of_the_data(tmp_path):
     decay = shaking(tmp_path, aqn="global_decay:0.05-0.0005,stages=10")
     assert decay.total_steps(40, 29, epochs=2) == 40
     assert decay.total_steps(900, 29, epochs=2) == 58
-
-
-def test_a_schedule_that_is_silent_at_every_step_is_an_error(tmp_path):
-    made = shaking(tmp_path, aqn="global_decay:0.05-0.0005,stages=10")
     with pytest.raises(ShaketableError, match="silent"):
-        made.total_steps(1, 1, epochs=1)
+        decay.total_steps(1, 1, epochs=1)
 
 
 def test_the_keys_of_the_origin_are_read(tmp_path):
@@ -313,10 +308,6 @@ def test_what_cannot_be_honoured_is_an_error_of_one_line(tmp_path, changes, mess
     assert str(error.value).startswith(message)
 
 
-def test_aqn_alone_does_not_care_how_the_actor_is_sharded(tmp_path):
-    assert shaking_of(config(tmp_path, strategy="fsdp", shaketable={"aqn": EPOCHS}), {}) is not None
-
-
 def test_two_ways_of_ordering_are_an_error(tmp_path):
     with pytest.raises(ShaketableError, match="the environment instructions"):
         shaking(tmp_path, {"SHAKETABLE_PLAN": NOISE}, plan=NOISE)
@@ -341,20 +332,6 @@ def test_ledgers_are_never_mixed(tmp_path):
     (tmp_path / "used" / "worker-1-aa.json").write_text(json.dumps({}))
     with pytest.raises(ShaketableError, match="holds the ledgers of another run"):
         shaking(tmp_path, plan=NOISE, ledger=str(tmp_path / "used"))
-
-
-def test_the_plugin_costs_an_import_and_nothing_else():
-    code = (
-        "import sys; import shaketable.integrations.verl; print([m for m in ('torch', 'pydantic', 'verl') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_configs_are_read_without_torch():
-    code = "import sys; import shaketable.integrations.verl.settings; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
 
 
 def test_the_origins_keys_need_no_plus_and_what_was_done_is_printed(monkeypatch, capsys):
@@ -424,8 +401,8 @@ def test_checkpoints_of_another_plan_or_aqn_are_not_resumed(tmp_path, other):
 
 
 def test_checkpoints_of_a_run_without_a_plan_are_not_resumed_under_one(tmp_path):
-    (tmp_path / "global_step_20").mkdir()
     begin(tmp_path)
+    (tmp_path / "global_step_20").mkdir()
     with pytest.raises(ShaketableError, match="made under no plan, and this run has plan"):
         begin(tmp_path, shaketable={"plan": NOISE})
 
