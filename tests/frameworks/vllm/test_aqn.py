@@ -263,5 +263,5 @@ def test_noise_on_outputs_comes_before_or_after_a_fault_whichever_was_set_first(
     assert survival() == pytest.approx(alone, rel=1e-3)
     assert llm.site("aqn")["forward"] > 0
     llm.clear()
-    with pytest.raises(ShaketableError, match="there is no plan"):
+    with pytest.raises(ShaketableError, match="order=before needs a plan, and there is none"):
         llm.set_aqn(f"{noise},order=before", 1)

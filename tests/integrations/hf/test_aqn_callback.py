@@ -5,7 +5,7 @@ import torch
 
 import shaketable as st
 from shaketable.integrations.trl import ShaketableCallback
-from tests.integrations.hf.small_trainers import evaluating, grpo, llama
+from tests.integrations.hf.small_trainers import grpo, llama
 
 pytestmark = pytest.mark.covers("TRL", "callback: AQN in GRPO", "eager")
 
@@ -55,28 +55,6 @@ def test_origin_04_sigma_of_each_layer_reaches_the_sampler(tmp_path):
     assert {s.layer for s in spots.values()} == {1} and len(spots) == 2
     assert all(s.counts == {"rollout": [3, 0]} for s in spots.values())
     assert callback.noise.ledger.sites[0].magnitude == pytest.approx(0.3, rel=0.25)
-
-
-def test_origin_05_what_a_trainer_evaluates_is_clean(tmp_path):
-    model, callback = llama(), ShaketableCallback(aqn="constant:0.2")
-    spy = Spy(model)
-    evaluations = evaluating(tmp_path, model, callback, spy.calls)
-    assert len(evaluations) == 4 and all(len(calls) > 1 for calls in evaluations)
-    assert not any(noisy for calls in evaluations for _, noisy in calls)
-    assert any(spy.noisy(training=False))
-    assert callback.noise.rollouts == 3
-
-
-def test_a_block_around_training_cleans_up_at_once(tmp_path):
-    def failing(completions, **_):
-        raise ZeroDivisionError
-
-    model = llama()
-    kinds = [type(m) for m in model.modules()]
-    with pytest.raises(ZeroDivisionError), ShaketableCallback(aqn=st.AQN(st.Constant(0.2))) as callback:
-        grpo(tmp_path, model, callback, reward=failing).train()
-    assert callback.noise.injection.closed
-    assert [type(m) for m in model.modules()] == kinds
 
 
 def test_a_resumed_training_goes_on_with_the_noise_of_its_step(tmp_path):

@@ -91,6 +91,7 @@ def test_evaluation_is_clean_also_when_it_samples(tmp_path):
     assert len(passes) == 4 and all(len(found) > 2 for found in passes)
     assert not any(noise for found in passes for _, noise in found)
     assert set(fires(callback)) == {"rollout", "train"} and callback.noise.rollouts == 3
+    assert set(callback.merged.sites[1].by("phase")) == {"rollout"}, "AQN too"
 
 
 def test_evaluation_is_shaken_when_a_clause_says_so(tmp_path):

@@ -82,11 +82,6 @@ class Instructions(BaseModel):
         found = {field: environment[name] for field, name in VARIABLES.items() if environment.get(name)}
         return cls.from_mapping(found) if found.keys() & {"plan", "aqn"} else None
 
-    def to_env(self) -> dict[str, str]:
-        """The variables by which the instructions travel into children."""
-        values = {name: getattr(self, field) for field, name in VARIABLES.items()}
-        return {name: str(value) for name, value in values.items() if value is not None}
-
     def digest(self) -> str:
         """The same for all that have the same instructions, whatever their rank and wherever their ledgers go."""
         text = json.dumps(self.model_dump(exclude={"rank", "ledger"}), sort_keys=True)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -71,7 +71,15 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         mismatch_every: int | None = None,
         mismatch_stop: bool = False,
     ) -> None:
-        _check_arguments(plan is not None or aqn is not None, ledger is not None, mismatch_every, mismatch_stop)
+        injects = plan is not None or aqn is not None
+        if not injects and mismatch_every is None:
+            raise ShaketableError("ShaketableCallback needs plan=, aqn=, or mismatch_every=")
+        if mismatch_every is None and mismatch_stop:
+            raise ShaketableError("mismatch_stop=True needs mismatch_every=")
+        if mismatch_every is not None and (injects or ledger is not None):
+            raise ShaketableError("mismatch_every measures a training as it is: use it without plan=, aqn= and ledger=")
+        if mismatch_every is not None and mismatch_every < 1:
+            raise ShaketableError(f"mismatch_every is a number of steps, 1 or above, not {mismatch_every}")
         self.mismatch_every, self.mismatch_stop = mismatch_every, mismatch_stop
         self.mismatch: MismatchCheck | None = None
         """The measurements of this training, or of the last one."""
@@ -288,12 +296,6 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         if self.sampler is not None:
             self.sampler.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ---- what happened
 
     @property
@@ -348,18 +350,6 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         workers = [{"rank": i, "forward": r["forward"], "backward": r["backward"]} for i, r in enumerate(ranks)]
         extra = {"aqn": None if self.aqn is None else self.aqn.text(), "workers": workers, "finished": finished}
         put_in_place(file, json.dumps(merged.to_dict() | extra, indent=2) + "\n")
-
-
-def _check_arguments(shakes: bool, ledger: bool, every: int | None, stop: bool) -> None:
-    """Refuse in one line what does not go together."""
-    if not shakes and every is None:
-        raise ShaketableError("ShaketableCallback needs plan=, aqn=, or mismatch_every=")
-    if every is None and stop:
-        raise ShaketableError("mismatch_stop=True needs mismatch_every=")
-    if every is not None and (shakes or ledger):
-        raise ShaketableError("mismatch_every measures a training as it is: use it without plan=, aqn= and ledger=")
-    if every is not None and every < 1:
-        raise ShaketableError(f"mismatch_every is a number of steps, 1 or above, not {every}")
 
 
 def while_training(plan: Plan) -> Plan:

@@ -9,7 +9,7 @@ and weights themselves, cannot be hit there.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shaketable.errors import ShaketableError
@@ -129,24 +129,27 @@ def _check_sampler(trainer: Mapping[str, Any], rollout: Mapping[str, Any], made:
         raise ShaketableError(f"{VLLM}.additional_config is text; write a mapping, e.g. +{VLLM}.additional_config.key=value")
     if "shaketable" in given:
         raise ShaketableError(f"{VLLM}.additional_config asks for a plan or AQN too; give it to verl alone: +shaketable.plan=…")
-    hit = next(_in_activations(made), None)
-    if hit is not None and trainer["device"] != "cpu" and _captures(rollout, options):
-        raise ShaketableError(f"{hit}: vLLM captures CUDA graphs, in which only faults of weights act; add {EAGER}")
+    hooked = [c.text() for c in _clauses(made, "sampler") if c.site.level == "op" or set(c.points) != {"weight"}]
+    if made.aqn is not None and made.aqn.form == "output":
+        hooked.append(made.aqn.text())
+    if hooked and trainer["device"] != "cpu" and _captures(rollout, options):
+        raise ShaketableError(f"{hooked[0]}: vLLM captures CUDA graphs, in which only faults of weights act; add {EAGER}")
 
 
 def _check_strategy(strategy: str, made: Shaking) -> None:
     if strategy not in ("fsdp", "fsdp2"):
         raise ShaketableError(f"faults in the actor need FSDP, not actor.strategy={strategy}; use {FSDP2}")
-    aqn = made.aqn if made.aqn is not None and made.aqn.where == "both" and made.aqn.form != "output" else None
-    flat = [clause.text() for clause in _clauses(made, "actor") if _needs_shapes(clause)] + ([aqn.text()] if aqn else [])
-    if strategy == "fsdp" and flat:
+    needs_shapes = [
+        clause.text()
+        for clause in _clauses(made, "actor")
+        if "weight" in clause.points or (clause.site.level == "module" and not BY_SHAPE.isdisjoint(clause.site.names))
+    ]
+    if made.aqn is not None and made.aqn.where == "both" and made.aqn.form != "output":
+        needs_shapes.append(made.aqn.text())
+    if strategy == "fsdp" and needs_shapes:
         raise ShaketableError(
-            f"{flat[0]}: strategy=fsdp keeps weights as flat vectors, which cannot be told apart; use {FSDP2}"
+            f"{needs_shapes[0]}: strategy=fsdp keeps weights as flat vectors, which cannot be told apart; use {FSDP2}"
         )
-
-
-def _needs_shapes(clause: Clause) -> bool:
-    return "weight" in clause.points or (clause.site.level == "module" and not BY_SHAPE.isdisjoint(clause.site.names))
 
 
 def vllm_options(rollout: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -161,15 +164,6 @@ def _captures(rollout: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     compilation = json.loads(compilation) if isinstance(compilation, str) else compilation
     is_eager = options.get("enforce_eager", rollout["enforce_eager"])
     return not is_eager and str(compilation.get("cudagraph_mode", "on")).upper() not in ("NONE", "0")
-
-
-def _in_activations(made: Shaking) -> Iterator[str]:
-    """Clauses and AQN that act in samplers elsewhere than in weights."""
-    for clause in _clauses(made, "sampler"):
-        if clause.site.level == "op" or set(clause.points) != {"weight"}:
-            yield clause.text()
-    if made.aqn is not None and made.aqn.form == "output":
-        yield made.aqn.text()
 
 
 def _check_names(clause: Clause, role: str) -> None:

@@ -50,6 +50,7 @@ from shaketable.integrations.common.mismatch import (
 from shaketable.integrations.names import check
 from shaketable.integrations.verl.settings import OBSERVER, ORDERS, Shaking
 from shaketable.integrations.verl.trainer import use_worker
+from shaketable.integrations.verl.workers import PATIENCE
 from shaketable.integrations.vllm.engine import EngineAnswer, VLLMEngine
 from shaketable.mismatch.engine import EngineError, Rollout
 from shaketable.mismatch.results import Weights, as_json
@@ -60,8 +61,6 @@ LINES = "mismatch.jsonl"
 FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs"]
 WRAPPER = "_checkpoint_wrapped_module."
 """In the names of modules that are recomputed in backward; samplers do not know it."""
-PATIENCE = 60.0
-"""Seconds that an answer may take to be seen: a folder that machines share shows it late."""
 Completion = tuple[list[int], list[int]]
 
 

@@ -202,7 +202,10 @@ class VerlWorkers:
                 if (error := span.error("plan")) is not None:
                     found[f"shaketable/{role}/measured_error"] = error
             if instructions.aqn is not None and role == "sampler":
-                found |= _sigma(span.now[0])
+                first = span.now[0]  # all have the same σ: it follows from their step and their instructions
+                found["shaketable/sigma"] = first["sigma"]
+                if layers := first["sigmas"].values():
+                    found |= {"shaketable/sigma_min": min(layers), "shaketable/sigma_max": max(layers)}
                 if (error := span.error("aqn")) is not None:
                     found["shaketable/sampler/aqn_error"] = error
         return found
@@ -256,13 +259,6 @@ def _has_noise(report: Mapping[str, Any]) -> bool:
     return bool(report.get("aqn")) and report["sigma"] > 0 and max(report["sigmas"].values(), default=1.0) > 0
 
 
-def _sigma(report: Mapping[str, Any]) -> dict[str, float]:
-    """σ as all samplers have it; that they have the same follows from their step and their instructions."""
-    layers = report["sigmas"].values()
-    spread = {"shaketable/sigma_min": min(layers), "shaketable/sigma_max": max(layers)} if layers else {}
-    return {"shaketable/sigma": report["sigma"], **spread}
-
-
 # ---- two readings
 
 
@@ -301,8 +297,12 @@ class Span:
         if ledger is None:
             return None
         old = [site.measured() for site in earlier.sites] if earlier is not None else [Measured()] * len(ledger.sites)
-        errors = [_since(site.measured(), sums).error for site, sums in zip(ledger.sites, old, strict=True)]
-        return max((error for error in errors if error is not None), default=None)
+        errors = []
+        for site, sums in zip(ledger.sites, old, strict=True):
+            added = {name: value - getattr(sums, name) for name, value in asdict(site.measured()).items()}
+            if (error := Measured(**added).error) is not None:
+                errors.append(error)
+        return max(errors, default=None)
 
 
 def _who(report: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -314,7 +314,3 @@ def _count(report: Mapping[str, Any], what: str, phase: str | None, ways: tuple[
     chosen = sites if clause is None else sites[clause : clause + 1]
     rows = [row for site in chosen for name, row in site["phases"].items() if phase in (None, name)]
     return sum(row[way] for row in rows for way in ways)
-
-
-def _since(now: Measured, before: Measured) -> Measured:
-    return Measured(**{name: value - getattr(before, name) for name, value in asdict(now).items()})
