@@ -36,10 +36,9 @@ def _on_ray(module: ModuleType) -> None:
 
 
 def _on_vllm_command(module: ModuleType) -> None:
-    from shaketable.integrations.common.wrapping import wrap_once
-    from shaketable.integrations.vllm import run_with_a_name
+    from shaketable.integrations.vllm import patch_command
 
-    wrap_once(module, "main", run_with_a_name)
+    patch_command(module)
 
 
 def _on_vllm(module: ModuleType) -> None:

