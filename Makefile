@@ -13,7 +13,7 @@ FRAMEWORK = python=$$(PYTHON=$(PYTHON) scripts/framework_env.sh $(1)) && $(PYTHO
 
 .DEFAULT_GOAL := help
 PYTEST = $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder  # four on two cores: many tests wait for programs that they started
-.PHONY: help help-all demo test test-all test-repeat test-vllm test-verl test-frameworks compatibility check coverage docs dist bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-mismatch validate validate-sample numbers nano example-ledger example-harden format clean
+.PHONY: help help-all demo test test-all test-repeat test-vllm test-verl test-frameworks compatibility check coverage docs dist bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-mismatch validate validate-sample numbers nano example-ledger format clean
 
 # `##` is listed by `make`, `#-` only by `make help-all`.
 help:
@@ -120,9 +120,6 @@ nano: $(STAMP) #- Train the model that ships; half an hour on two cores, two min
 
 example-ledger: $(STAMP) #- Four faults at once, and their ledger
 	@$(BIN)/python examples/ledger.py
-
-example-harden: $(STAMP) #- The worked example of docs/train.md; twenty minutes on two cores
-	$(BIN)/python examples/harden.py
 
 $(STAMP):
 	$(PYTHON) -m venv $(VENV)

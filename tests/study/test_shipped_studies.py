@@ -21,6 +21,7 @@ NAMES = [file.stem for file in FILES]
 LISTED = {
     "module-level", "operator-level", "operator-aqn", "directions", "aqn-strength", "model-size", "systematic", "schedules", "cost",
     "tasks", "guided-aqn", "guided-aqn-five-arms", "guided-aqn-untrained", "formats", "checkpoint-robustness", "hardening", "layer-pruning",
+    "training-noise",
 }  # fmt: skip
 SMALL = (
     "seeds=1", "task=arithmetic,level=3,max_new_tokens=1", "train.steps=2", "train.prompts=1", "train.samples=2", "evaluate.n=4", "evaluate.every=0",
