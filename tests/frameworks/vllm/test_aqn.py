@@ -114,17 +114,15 @@ def test_every_layer_has_its_own_sigma(llm, clean):
     assert llm.report()["sigmas"] == {str(i): pytest.approx(0.04 * {0: 3, 7: 0.5}.get(i, 1)) for i in range(8) if i != 5}
 
 
-def test_a_validation_is_clean(llm, clean):
+def test_a_validation_is_clean_and_so_is_everything_after_clear(llm, clean):
     llm.set_aqn("constant:0.2", 1)
     noisy = llm.norms()
+    assert (llm.report()["sigma"], llm.report()["written"]) == (0.2, 17)
     llm.set_phase("eval")
     assert same(llm.norms(), clean[0]) and same(llm.ask()[1], clean[2])
+    assert (llm.report()["sigma"], llm.report()["sigmas"], llm.report()["written"]) == (0.0, {}, 0)
     llm.set_phase("rollout")
     assert same(llm.norms(), noisy)
-
-
-def test_clear_gives_the_clean_weights_and_answers_back(llm, clean):
-    llm.set_aqn("constant:0.2", 1)
     assert apart(llm.ask()[1], clean[2]) > 1e-2
     llm.clear()
     assert same(llm.norms(), clean[0])
@@ -235,13 +233,6 @@ def test_weights_that_vllm_reads_again_itself_have_noise_and_come_back_clean(llm
     assert same(llm.norms(), noisy)
     llm.clear()
     assert same(llm.norms(), clean[0])
-
-
-def test_a_report_says_that_aqn_is_off_in_a_validation(llm):
-    llm.set_sigma(0.05)
-    assert (llm.report()["sigma"], llm.report()["written"]) == (0.05, 17)
-    llm.set_phase("eval")
-    assert (llm.report()["sigma"], llm.report()["sigmas"], llm.report()["written"]) == (0.0, {}, 0)
 
 
 def test_noise_on_outputs_comes_before_or_after_a_fault_whichever_was_set_first(llm):

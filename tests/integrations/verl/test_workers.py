@@ -3,7 +3,6 @@
 import errno
 import json
 import math
-import threading
 from pathlib import Path
 
 import pytest
@@ -138,13 +137,11 @@ def test_a_worker_that_does_not_answer_stops_the_run(tmp_path):
         workers.read(1)
 
 
-def test_reports_may_be_late(tmp_path):
+def test_reports_may_be_late(tmp_path, monkeypatch):
     workers = VerlWorkers(tmp_path, {"sampler": ORDERS}, size=1, patience=60)
-    late = threading.Timer(0.3, lambda: Worker(tmp_path).file.flush(1))
-    late.start()
+    monkeypatch.setattr("time.sleep", lambda _: Worker(tmp_path).file.flush(1))
     workers.read(1)
     assert len(workers.now["sampler"]) == 1
-    late.join()
 
 
 @pytest.mark.parametrize(("number", "fails"), [(errno.ENOENT, False), (errno.ESTALE, False), (errno.EACCES, True)])
@@ -361,18 +358,14 @@ def test_weights_that_are_not_clean_before_a_validation_stop_the_run(tmp_path):
         run.read().check_clean()
 
 
-def test_a_noisy_validation_that_was_asked_for_is_proven(tmp_path):
+def test_clean_and_noisy_validations_of_a_plan_that_names_eval_are_proven(tmp_path):
+    """With validate=both the plan is switched off for one of the two."""
     run = Run(tmp_path, {"sampler": Instructions(plan="gain:0.1@module.linear,phase=rollout+eval")})
+    assert run.read().after_validation(faulty=False) == 0
     run.workers[0].work(2, phase="eval")
     assert run.read().after_validation(faulty=True) == 2
     with pytest.raises(InertError, match="fired nowhere in a whole validation"):
         run.read().after_validation(faulty=True)
-
-
-def test_a_clean_validation_beside_a_noisy_one_is_proven_too(tmp_path):
-    """With validate=both the plan names eval, and is switched off for one of the two."""
-    run = Run(tmp_path, {"sampler": Instructions(plan="gain:0.1@module.linear,phase=rollout+eval")})
-    assert run.read().after_validation(faulty=False) == 0
     run.workers[0].work(2, phase="eval")
     with pytest.raises(ShaketableError, match="hit 2 times in a validation that was to be without it"):
         run.read().after_validation(faulty=False)

@@ -117,10 +117,10 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         if self.file is not None:
             self._check_file(self.file, resumed=state.global_step > 0)
             self._earlier = _in_checkpoint(args, state)
-        trainer = running_trainer()
+        trainer, call = running_trainer()
         check_object("transformers trainer", trainer)
         self._attach(trainer, state)
-        self._call = running_call(trainer)
+        self._call = call
         self._unwrap = [
             wrap_once(trainer, "training_step", self._training_step),
             wrap_once(trainer, "evaluation_loop", self._evaluation_loop),
@@ -219,7 +219,9 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         rows = from_all_ranks((ledger.to_dict(), complaints))
         self.merged = self._with_earlier([Ledger.from_dict(found) for found, _ in rows])
         if this_rank() == 0:
-            self._tell([found for found, _ in rows])
+            print(self.merged)
+            if self.file is not None:
+                self._write(self.file, self.merged, [found for found, _ in rows], finished=True)
         if errors := _by_rank([lines for _, lines in rows]):
             raise InertError(errors)
 
@@ -340,12 +342,6 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
                 lines.append(str(error))
         return lines
 
-    def _tell(self, ranks: list[dict[str, Any]]) -> None:
-        assert self.merged is not None
-        print(self.merged)
-        if self.file is not None:
-            self._write(self.file, self.merged, ranks, finished=True)
-
     def _write(self, file: Path, merged: Ledger, ranks: list[dict[str, Any]], *, finished: bool) -> None:
         workers = [{"rank": i, "forward": r["forward"], "backward": r["backward"]} for i, r in enumerate(ranks)]
         extra = {"aqn": None if self.aqn is None else self.aqn.text(), "workers": workers, "finished": finished}
@@ -398,25 +394,20 @@ def _by_rank(complaints: list[list[str]]) -> str:
 # ---- what a trainer does not tell its callbacks
 
 
-def running_trainer() -> Any:
-    """The trainer that is calling a callback now."""
+def running_trainer() -> tuple[Any, FrameType]:
+    """The trainer that is calling a callback now, and the frame of its `train`: the outermost on the stack that is its own."""
+    trainer: Any = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if isinstance(found := frame.f_locals.get("self"), Trainer):
-            return found
+        found = frame.f_locals.get("self")
+        if trainer is None and isinstance(found, Trainer):
+            trainer = found
+        if trainer is not None and found is trainer:
+            call = frame
         frame = frame.f_back
-    raise ShaketableError("the callback was not called by a transformers Trainer; use st.inject and AQN.attach in other loops")
-
-
-def running_call(trainer: Any) -> FrameType:
-    """The frame of the call of the trainer that is running, its `train`: the outermost on the stack that is the trainer's."""
-    frame: FrameType | None = sys._getframe(1)
-    found = frame
-    while frame is not None:
-        found = frame if frame.f_locals.get("self") is trainer else found
-        frame = frame.f_back
-    assert found is not None
-    return found
+    if trainer is None:
+        raise ShaketableError("the callback was not called by a transformers Trainer; use st.inject and AQN.attach elsewhere")
+    return trainer, call
 
 
 def is_running(call: FrameType) -> bool:
