@@ -31,13 +31,6 @@ def test_what_is_read(text, layers):
     assert list(parse_layers(text)) == layers
 
 
-@pytest.mark.parametrize(
-    ("layers", "text"), [([0, 1], "0-1"), ([0, 2], "0+2"), ([7], "7"), ([3, 4, 5, 9], "3-5+9"), (Layers((range(2, 4),)), "2-3")]
-)
-def test_what_is_written(layers, text):
-    assert join_layers(layers) == text
-
-
 @pytest.mark.parametrize("text", ["", "x", "1-", "-1", "1-2-3", "1,2", "+", "1++2", "1000000", "1.5"])
 def test_what_is_no_list_of_layers(text):
     with pytest.raises(PlanError) as refused:
@@ -48,11 +41,6 @@ def test_what_is_no_list_of_layers(text):
 def test_a_range_that_runs_backwards_is_named():
     with pytest.raises(PlanError, match=r"^layers '0\+5-4': the range 5-4 runs backwards$"):
         parse_layers("0+5-4")
-
-
-@pytest.mark.parametrize("other", ["3", None, 3.0, (3,)])
-def test_only_a_number_is_a_layer(other):
-    assert 3 in parse_layers("3") and other not in parse_layers("3")
 
 
 def test_more_layers_than_any_model_has_are_not_listed():

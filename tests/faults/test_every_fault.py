@@ -250,6 +250,24 @@ def test_steady_faults_compute_what_their_docstring_says(kind):
     torch.testing.assert_close(sample(kind).apply(x, Draw(5)).double(), FORMULAS[kind](x.double()), rtol=1e-6, atol=1e-7)
 
 
+reduced = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+@reduced
+@pytest.mark.parametrize("kind", ["gain", "systematic_bias", "dead_zone", "saturation"])
+def test_a_reduced_type_is_computed_in_float32_and_rounded_once(kind, dtype):
+    x = gaussian(64, 33, dtype=dtype)
+    assert torch.equal(sample(kind).apply(x, Draw(0)), FORMULAS[kind](x.float()).to(dtype))
+
+
+@reduced
+def test_noise_is_rounded_once_too(dtype):
+    x, draw = gaussian(64, 33, dtype=dtype), Draw(7)
+    z, w = draw.normal(x), x.float()
+    assert torch.equal(sample("relative_gaussian").apply(x, draw), (w + w * (z * 0.1)).to(dtype))
+    assert torch.equal(sample("absolute_gaussian").apply(x, draw), (w + z * 0.1).to(dtype))
+
+
 @pytest.mark.parametrize("fault", [f for f in FAULTS if getattr(f, "scope", "") in ("token", "block")], ids=lambda f: f.text())
 def test_a_scope_is_the_tensor_scope_on_each_of_its_parts(fault):
     x = gaussian(6, 300) * torch.logspace(-2, 2, 6).unsqueeze(-1)

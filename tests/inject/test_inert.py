@@ -94,13 +94,55 @@ def test_allow_inert_is_respected():
         injection.step = 1
 
 
-@pytest.mark.parametrize("plan", ["gain:0.1@module.linear,phase=eval", "gain:0.1@module.linear,phase=rollout"])
-def test_a_phase_that_has_not_occurred(plan):
-    assert not unharmed(plan, run)
+def evaluate(injection, model):
+    run(injection, model.eval())
 
 
-def test_an_evaluation_under_a_plan_for_training():
-    assert not unharmed("gain:0.1@module.linear,phase=train", lambda i, m: run(i, m.eval()))
+@torch.no_grad()
+def sample(injection, model):
+    run(injection, model)
+
+
+@pytest.mark.parametrize(
+    ("plan", "use"),
+    [
+        ("gain:0.1@module.linear,phase=eval", run),
+        ("gain:0.1@module.linear,phase=rollout", run),
+        ("gain:0.1@module.linear,phase=train", evaluate),
+        ("gain:0.1@op.matmul,direction=backward", sample),
+        ("bit_flip:1e-7@module.linear", run),
+        ("spike:2,rate=1e-7@module.linear", run),
+    ],
+)
+def test_what_has_not_occurred_or_is_rare_is_left_to_the_end(plan, use):
+    assert not unharmed(plan, use)
+
+
+@pytest.mark.parametrize(
+    ("plan", "magnitudes"),
+    [("gain:0.1@module.linear", (0, 0, 0.1, 0.1)), ("relative_gaussian:0.1@module.linear", (1e-12, 1e-12, 0.1))],
+)
+def test_a_magnitude_that_is_zero_or_too_small_at_first(plan, magnitudes):
+    def schedule(injection, model):
+        injection.set_magnitude(magnitudes[injection.step])
+        run(injection, model)
+
+    assert unharmed(plan, schedule, then=len(magnitudes))
+
+
+def test_a_magnitude_that_is_set_after_the_pass():
+    def schedule(injection, model):
+        run(injection, model)
+        injection.set_magnitude(0.1)
+
+    assert unharmed("relative_gaussian:1e-12@module.linear", schedule)
+
+
+def test_an_overflow_may_come_late():
+    def grow(injection, model):
+        run(injection, model, x=torch.full((16, 32), 1000.0 * injection.step))
+
+    assert unharmed("saturation:100,scope=absolute@module.linear", grow)
 
 
 def test_a_backward_clause_before_any_backward_pass():
@@ -116,49 +158,6 @@ def test_gradients_that_were_there_before_say_nothing_about_this_plan():
     model = two_linears()
     model(torch.ones(4, 32)).sum().backward()
     assert not unharmed("gain:0.1@module.linear,direction=backward", run, model)
-
-
-def test_a_backward_clause_without_gradients_wanted():
-    def sample(injection, model):
-        with torch.no_grad():
-            run(injection, model)
-
-    assert not unharmed("gain:0.1@op.matmul,direction=backward", sample)
-
-
-def test_a_magnitude_that_is_0_in_the_first_steps():
-    def schedule(injection, model):
-        injection.set_magnitude(0.0 if injection.step < 2 else 0.1)
-        run(injection, model)
-
-    assert unharmed("gain:0.1@module.linear", schedule, then=4)
-
-
-def test_a_magnitude_that_grows_until_it_shows():
-    def schedule(injection, model):
-        injection.set_magnitude((1e-12, 1e-12, 0.1)[injection.step])
-        run(injection, model)
-
-    assert unharmed("relative_gaussian:0.1@module.linear", schedule, then=3)
-
-
-def test_a_magnitude_that_is_set_after_the_pass():
-    def schedule(injection, model):
-        run(injection, model)
-        injection.set_magnitude(0.1)
-
-    assert unharmed("relative_gaussian:1e-12@module.linear", schedule)
-
-
-def test_what_is_rare_is_left_to_the_end():
-    assert not unharmed("bit_flip:1e-7@module.linear", run)
-    assert not unharmed("spike:2,rate=1e-7@module.linear", run)
-
-
-def test_an_overflow_may_come_late():
-    assert unharmed(
-        "saturation:100,scope=absolute@module.linear", lambda i, m: run(i, m, x=torch.full((16, 32), 1000.0 * i.step))
-    )
 
 
 def test_zeros_have_nothing_that_a_gain_could_change():
@@ -221,3 +220,30 @@ def test_aqn_that_rounding_swallows_is_inert_if_sigma_never_changes(aqn, lines):
         model(torch.ones(2, 512, dtype=torch.bfloat16))
     assert len(noise.inert()) == lines
     noise.close(check=False)
+
+
+class Small(nn.Module):
+    """Two layers and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+        self.lm_head = nn.Linear(4, 8)
+
+    def forward(self, x, head=True):
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x) if head else x
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_a_head_that_nobody_called_in_passes_of_its_phase_is_named(head):
+    model = Small()
+    with st.inject(model, "gain:1@module.lm_head,phase=eval;gain:1@module.linear", allow_inert=True) as ledger:
+        model(torch.ones(1, 4), head=head)
+        assert ledger.sites[0].notes == [], "no pass of its phase yet"
+        model.eval()(torch.ones(1, 4), head=head)
+        note = "lm_head was never called: its product, if there was one, is not covered"
+        assert ledger.sites[0].notes == ([] if head else [note]) and ledger.sites[1].notes == []
+        model(torch.ones(1, 4))
+        assert ledger.sites[0].notes == [], "once it is called there is nothing to say"

@@ -333,3 +333,12 @@ def test_what_a_norm_is_given_is_not_cast():
         norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
         norm(X)
     assert seen == [torch.float32]
+
+
+def test_what_is_no_model_or_cannot_be_hooked_is_refused():
+    with pytest.raises(PlanError, match=r"^inject needs a torch\.nn\.Module, not dict$"):
+        st.inject({}, "gain:1@module.linear")
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    for model, name in ((scripted, "0"), (scripted[0], "RecursiveScriptModule")):
+        with pytest.raises(PlanError, match=f"^{name} is TorchScript, in which hooks do not fire; inject before scripting$"):
+            st.inject(model, "gain:1@module.linear")

@@ -327,3 +327,24 @@ def test_a_norm_that_returns_its_statistics_too_is_hit_in_its_first_result(site)
         assert type(found) is type(clean) and ledger.forward == 1
         assert torch.allclose(found[0], 2 * clean[0])
         assert torch.equal(found[1], clean[1]) and torch.equal(found[2], clean[2])
+
+
+class Adapted(nn.Module):
+    """A product with a low-rank one beside it, as PEFT makes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(4, 4)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4)})
+
+    def forward(self, x):
+        return self.base(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+@pytest.mark.parametrize(("include", "fires"), [("", 1), (",include=lora", 3)])
+def test_products_of_adapters_are_left_out_unless_they_are_asked_for(include, fires):
+    model = nn.Sequential(Adapted())
+    with st.inject(model, f"gain:0.1@op.matmul{include}") as ledger:
+        model(torch.ones(2, 4))
+    assert ledger.forward == fires

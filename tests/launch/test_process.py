@@ -236,13 +236,3 @@ def test_a_task_has_the_noise_of_its_own_number_whatever_ran_before(monkeypatch)
         thread.join()
         assert here.calls.task == 0, "a thread belongs to the task that was noticed last"
     assert same(found[0], plain) and not same(found[7], plain) and not same(found[7], found[8])
-
-
-def test_models_are_numbered_anew_in_each_task_and_judged_each_by_itself(monkeypatch):
-    with Process("gain:1@module.linear;gain:1@module.rmsnorm") as found:
-        for task in (1, 2):
-            in_task(monkeypatch, task)
-            nn.Sequential(linear())(X)
-            nn.Sequential(nn.RMSNorm(8))(X)
-        names = [name.partition(".")[0] for site in found.injection.ledger.sites for name in site.spots]
-        assert names == ["0", "model1"] and found.injection.inert_check.matched == {0: {0}, 1: {1}, 2: {0}, 3: {1}}
