@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import shaketable as st
+from shaketable.errors import ShaketableError
 from shaketable.integrations.trl import ShaketableCallback
-from tests.integrations.hf.small_trainers import grpo, llama
+from tests.integrations.hf.small_trainers import grpo, llama, sft
 
 pytestmark = pytest.mark.covers("TRL", "callback: AQN in GRPO", "eager")
 
@@ -70,22 +71,12 @@ def test_a_resumed_training_goes_on_with_the_noise_of_its_step(tmp_path):
 
 
 def test_a_trainer_that_never_samples_is_an_error(tmp_path):
-    from datasets import Dataset
-    from transformers import Trainer, TrainingArguments
-
-    rows = {"input_ids": [[3, 4, 5]] * 4, "labels": [[3, 4, 5]] * 4}
-    arguments = TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no")
     model = llama()
-    trainer = Trainer(
-        model, arguments, train_dataset=Dataset.from_dict(rows), callbacks=[ShaketableCallback(aqn="constant:0.1")]
-    )
     with pytest.raises(st.InertError, match="no rollout"):
-        trainer.train()
+        sft(tmp_path, model, ShaketableCallback(aqn="constant:0.1")).train()
     assert "_shaketable_weights" not in model.model.norm.__dict__
 
 
 def test_a_schedule_too_short_for_the_run_is_refused_before_the_first_step(tmp_path):
-    from shaketable.errors import ShaketableError
-
     with pytest.raises(ShaketableError, match="σ is 0 at each of 1 steps"):
         grpo(tmp_path, llama(), ShaketableCallback(aqn="global_decay:0.2-0.02"), max_steps=1).train()

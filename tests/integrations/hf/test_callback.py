@@ -208,6 +208,22 @@ def test_an_error_between_steps_leaves_a_clean_model_and_the_next_training_is_sh
     assert callback.merged.forward == 3 * 14 if stays else callback.injection.ledger.forward == before > 0
 
 
+def test_a_method_that_other_code_has_wrapped_meanwhile_is_clean_when_training_is_over(tmp_path):
+    class Wrapping(TrainerCallback):
+        def on_step_end(self, args, state, control, **more):
+            own = trainer.training_step
+            trainer.training_step = lambda *a, **k: own(*a, **k)
+
+    model, callback = llama(), ShaketableCallback(plan=PLAN)
+    trainer = sft(tmp_path, model, callback)
+    trainer.add_callback(Wrapping())
+    trainer.train()
+    trainer.remove_callback(callback)
+    spy = Spy(model)
+    trainer.train()
+    assert spy.passes and not any(noise for _, noise in spy.passes)
+
+
 def test_a_ledger_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
     (tmp_path / "file").write_text("")
     callback = ShaketableCallback(plan=PLAN, ledger=tmp_path / "file" / "ledger.json")

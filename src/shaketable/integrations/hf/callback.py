@@ -251,8 +251,8 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         return output
 
     def _left_behind(self) -> bool:
-        """Whether the training that we belong to ended without a word, by an error outside of its steps: then end too."""
-        if self._call is None or is_running(self._call):
+        """Whether the training that we belong to is over, perhaps by an error outside of its steps: then end too."""
+        if self._call is not None and is_running(self._call):
             return False
         self.close()
         return True
