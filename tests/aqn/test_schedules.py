@@ -27,15 +27,6 @@ def test_global_decay_is_silent_once_and_then_geometric(ends, stages, total):
     assert schedule.sigma(total + 7, total) == ends[1]
 
 
-def test_global_decay_is_qerls():
-    schedule = st.GlobalDecay(0.05, 0.0005, stages=10)
-    found = [schedule.sigma(step, 100) for step in range(100)]
-    assert found[:10] == [0.0] * 10
-    assert found[10] == 0.05 and found[99] == 0.0005
-    assert found[50] == pytest.approx(0.005)
-    assert len(set(found)) == 10
-
-
 def test_stages_do_not_begin_a_step_late_by_rounding():
     schedule = st.GlobalDecay(0.05, 0.0005, stages=29)
     assert [schedule.sigma(step, 58) == 0 for step in range(4)] == [True, True, False, False]
@@ -80,13 +71,6 @@ def test_default_boundaries_are_geometric(ends, epochs):
     bounds = np.geomspace(*ends, epochs + 1)
     assert np.allclose(found, np.stack([bounds[:-1], bounds[1:]], 1), rtol=1e-9)
     assert (found[0][0], found[-1][1]) == ends
-
-
-@pytest.mark.parametrize(
-    "schedule", [st.EpochAware([(0.05, 0.01), (0.01, 0.0005)]), st.GlobalDecay(0.05, 0.0005), st.Constant(0.1)]
-)
-def test_after_the_run_sigma_stays_where_it_ended(schedule):
-    assert schedule.sigma(10, 10) == schedule.sigma(11, 10) == schedule.sigma(1000, 10)
 
 
 def test_the_peak_is_the_largest_sigma_wherever_it_is():

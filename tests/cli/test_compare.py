@@ -78,19 +78,6 @@ def test_another_model_s_weights_are_refused_in_any_dtype(good, model, tiny_llam
         assert "the weights of tiny were not the same" in str(done.exception)
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--plan", "gain:0.1@nowhere"], "unknown site level"),
-        (["--device", "warp"], "device 'warp' cannot be used here"),
-        (["--json", "no/such/folder.json"], "its folder does not exist"),
-    ],
-)
-def test_wrong_use_is_one_line(good, model, tmp_path, monkeypatch, words, line):
-    monkeypatch.chdir(tmp_path)
-    assert line in str(shaketable("compare", good, model, *words).exception)
-
-
 def test_the_fingerprint_is_never_overwritten(good, model):
     before = good.read_bytes()
     done = shaketable("compare", good, model, "--json", good, "--force")

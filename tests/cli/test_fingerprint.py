@@ -51,16 +51,6 @@ def test_prompts_dtype_and_attention_are_followed_and_recorded(folder, tmp_path)
     assert about.prompts == ["what is 2 plus 2", "four, as ever"]
 
 
-def test_a_file_that_exists_is_kept_unless_forced(folder, tmp_path):
-    out = tmp_path / "good.safetensors"
-    out.write_text("precious")
-    done = shaketable("fingerprint", folder, "-o", out)
-    assert "exists and is not overwritten" in str(done.exception)
-    assert out.read_text() == "precious"
-    assert shaketable("fingerprint", folder, "-o", out, "--force").exit_code == 0
-    assert out.read_bytes() != b"precious"
-
-
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -75,10 +65,3 @@ def test_wrong_use_is_one_line(folder, tmp_path, words, line):
     assert done.exit_code != 0
     assert line in str(done.exception)
     assert not (tmp_path / "x.safetensors").exists()
-
-
-@pytest.mark.parametrize("verb", ["fingerprint", "compare"])
-def test_help_names_the_device(verb):
-    done = shaketable(verb, "--help")
-    assert done.exit_code == 0
-    assert "--device" in done.output

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -56,16 +54,6 @@ def test_a_planted_fault_exits_1_and_is_named(locate, folder, tmp_path):
     data = json.loads((tmp_path / "d.json").read_text())
     assert (data["layer"], data["op"], data["fault_class"], data["dtype"]) == (1, "mlp.down_proj", "dead_zone", "bfloat16")
     assert len(data["lanes"]) == 3
-
-
-def test_a_diagnosis_is_not_overwritten_unasked(locate, folder, tmp_path):
-    (tmp_path / "d.json").write_text("mine")
-    done = locate(folder, "--tokens", 16, "--json", tmp_path / "d.json")
-    assert done.code == 2
-    assert "add --force" in done.stderr
-    assert (tmp_path / "d.json").read_text() == "mine"
-    assert locate(folder, "--tokens", 16, "--json", tmp_path / "d.json", "--force").code == 0
-    assert json.loads((tmp_path / "d.json").read_text())["verdict"] == "HEALTHY"
 
 
 def test_a_layer_that_cannot_be_judged_exits_4(locate, folder, tmp_path):
@@ -131,11 +119,6 @@ def test_nan_weights_are_reported_before_anything_else(locate, folder, tmp_path)
     done = locate(tmp_path, "--prompts", tmp_path / "empty")
     assert done.code == 2
     assert "NaN" in done.stderr
-
-
-def test_help_does_not_import_torch():
-    code = "import sys, shaketable.cli; assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(("flags", "code"), [([], 0), (["--strict"], 4)])

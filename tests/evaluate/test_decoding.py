@@ -123,22 +123,6 @@ def test_samples_of_one_prompt_are_separate_draws_from_its_distribution(nano, pr
     assert neighbours == pytest.approx(same, abs=4 * (same / n) ** 0.5), "neighbours are independent"
 
 
-def test_ended_rows_leave_the_batch(nano, prompts):
-    model, tokenizer = nano
-    rows = []
-    handle = model.register_forward_pre_hook(
-        lambda m, args, kwargs: rows.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    try:
-        found = Decoder.of(model, tokenizer, 12).decode(model, prompts)
-    finally:
-        handle.remove()
-    lengths = [len(c.tokens) for c in found]
-    assert rows[0] == (len(prompts), 8)
-    assert [r[0] for r in rows[1:]] == [sum(n > step for n in lengths) for step in range(1, max(lengths))]
-    assert min(lengths) < max(lengths) < 12, "and when all have ended, it ends"
-
-
 def test_tokens_depend_on_the_generator_and_never_touch_the_global_one(nano, prompts):
     model, tokenizer = nano
     decoder, before = Decoder.of(model, tokenizer, 12, 1.5), torch.get_rng_state()

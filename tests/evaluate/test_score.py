@@ -174,21 +174,6 @@ def test_drift_is_kl_and_agreement_with_the_clean_model_on_the_completions(nano,
     assert ledger.forward > 0
 
 
-def test_drift_leaves_no_hook_and_refuses_what_changes_nothing(nano, evaluator):
-    model, done = nano[0], [c.tokens for c in evaluator.score(Condition("clean")).completions[:12]]
-    inert = Plan.parse("saturation:1e9,scope=absolute@layer.3")
-    with pytest.raises(InertError):
-        evaluator.drift(done, inert)
-    found, _ = evaluator.drift(done, inert, check=False)
-    assert (found.kl, found.agreement) == (0, 1)
-    passes = []
-    handle = model.register_forward_hook(lambda *_: passes.append(1) or (stop() if len(passes) == 2 else None))
-    with pytest.raises(StopError):
-        evaluator.drift(done, Plan.parse(f"{NOISE};{NOISE.replace('module.linear', 'op.matmul')}"))
-    handle.remove()
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
 # ---- the loss of given tokens, and texts
 
 ZONE = "dead_zone:0.6,scope=token@layer.3"

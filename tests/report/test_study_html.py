@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from shaketable.report import study_html, study_markdown
-from shaketable.report.figures import Line, curves, schedule
+from shaketable.report.figures import Line, curves
 from shaketable.report.strips import axis_of, families, forest_row, proof_rows, scale_of, seed_strip
 from shaketable.report.study_tables import link
 from shaketable.report.wording import METHOD, amount, chance, duration, percent, signed
-from shaketable.study.analysis.results import CurvePoint, Findings, Sigma, visible
+from shaketable.study.analysis.results import CurvePoint, Findings, visible
 from tests.report import html_reader
 from tests.report.findings_sample import NOISE, SAMPLES, one_run, partial, study
 
@@ -257,14 +257,6 @@ def test_long_runs_are_binned_without_losing_their_extremes():
     drawing = curves("reward", [Line(0, "a", points)])
     assert drawing.per_bin == 9 and drawing.svg.count('class="hit"') == 112
     assert "to 100)" in drawing.svg
-
-
-def test_schedules_are_lines_with_their_names_from_zero():
-    groups = [Sigma(label=f"layer {n}", points=tuple((s, v * (n + 1)) for s, v in enumerate([0.2, 0.2, 0.1]))) for n in (0, 1)]
-    svg = schedule(4, "healthy AQN", groups)
-    assert svg.count('class="line"') == 2 and "layer 0" in svg and "layer 1 from 0.4 to 0.2" in svg
-    assert ">0</text>" in svg
-    assert schedule(0, "clean", []) == ""
 
 
 @pytest.mark.parametrize(

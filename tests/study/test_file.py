@@ -1,6 +1,5 @@
 """Study files: what is refused, in which words, and what is filled in."""
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +8,9 @@ import pytest
 import yaml
 
 from shaketable.errors import ShaketableError
-from shaketable.study import cells
 from shaketable.study.cells import cells_of
 from shaketable.study.file import load_study
-from tests.study.small_studies import AQN, FAULTY, NOISE, data, study
+from tests.study.small_studies import FAULTY, data, study
 
 
 @pytest.fixture
@@ -43,14 +41,6 @@ def test_a_file_of_that_name_comes_before_the_shipped_study(file, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     file.rename("guided-aqn")
     assert load_study(Path("guided-aqn")).study == data()["study"]
-
-
-def test_plans_and_noise_are_resolved_to_one_line():
-    found = study()
-    assert found.plan_of(found.arms["noise"]) == NOISE
-    assert found.arms["noise + AQN"].aqn == AQN
-    assert found.conditions == {"clean": None, "faulty": FAULTY, "noise": NOISE}
-    assert found.seeds == (0, 1)
 
 
 WRONG = {
@@ -139,14 +129,6 @@ def names(**replaced):
     return {cell.name for cell in cells_of(study(**replaced))}
 
 
-def test_another_seed_leaves_the_other_runs_as_they_are():
-    assert names() < names(seeds=3)
-
-
-def test_another_arm_leaves_the_other_runs_as_they_are():
-    assert names() < names(arms=data()["arms"] | {"clean": {}})
-
-
 def test_what_changes_the_numbers_changes_the_key():
     base = names()
     assert not base & {n for n in names(train=data()["train"] | {"steps": 5}) if not n.startswith(("diagnosis", "as-it"))}
@@ -160,13 +142,6 @@ def test_what_does_not_change_the_numbers_does_not_change_the_key():
     assert names(**others, engine={"kind": "ray", "workers": 1, "retries": 3}, keep="records") == names()
 
 
-def test_guided_runs_wait_for_the_diagnosis_of_their_own_plan():
-    cells = cells_of(study())
-    needed = {c.needs for c in cells if c.guide}
-    assert needed == {cells[0].name}
-    assert cells[0].kind == "locate" and cells[0].config["plan"] == FAULTY
-
-
 def test_the_plan_of_a_file_is_held_by_the_study_and_its_seed_refused(tmp_path):
     plan = tmp_path / "plan.yaml"
     plan.write_text("plan: gain:0.1@layer.2\n")
@@ -175,12 +150,6 @@ def test_the_plan_of_a_file_is_held_by_the_study_and_its_seed_refused(tmp_path):
     plan.write_text("plan: gain:0.1@layer.2\nseed: 7\n")
     with pytest.raises(ShaketableError, match="has a seed of its own, 7"):
         study(arms=arms)
-
-
-def test_final_rewards_of_different_tasks_are_not_compared():
-    arms = {"a": {}, "b": {"task": "arithmetic,level=2"}}
-    with pytest.raises(ShaketableError, match="solve different tasks"):
-        study(arms=arms, compare={"primary": {"a": "a", "b": "b", "endpoint": "reward"}})
 
 
 GOLDEN = {
@@ -198,26 +167,12 @@ def test_keys_stay_what_they_are():
     assert found == GOLDEN
 
 
-def test_a_newer_option_counts_only_when_it_is_used(monkeypatch):
-    before = names()
-    monkeypatch.setitem(cells.NEWER, "novel", False)
-    cell = cells_of(study())[1]
-    assert dataclasses.replace(cell, config=cell.config | {"novel": False}).name in before
-    assert dataclasses.replace(cell, config=cell.config | {"novel": True}).name not in before
-
-
 @pytest.mark.parametrize(("text", "kind"), [("- a\n- b\n", "list"), ("noise\n", "str"), ("", "NoneType"), ("3\n", "int")])
 def test_a_file_that_holds_no_mapping_is_refused(tmp_path, text, kind):
     path = tmp_path / "study.yaml"
     path.write_text(text)
     with pytest.raises(ShaketableError, match=f"must hold a mapping, not {kind}$"):
         load_study(path)
-
-
-def test_a_run_has_a_core_at_least():
-    assert study(engine={"threads": 1}).engine.threads == 1
-    with pytest.raises(ShaketableError, match="threads"):
-        study(engine={"threads": 0})
 
 
 @pytest.mark.parametrize(

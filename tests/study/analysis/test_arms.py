@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from shaketable.aqn.spec import AQN
 from shaketable.evaluate.statistics import wilson
 from shaketable.study.analysis import arms
 from shaketable.study.analysis.arms import mean_interval, roughness
@@ -71,35 +70,6 @@ def run(seed, **config):
 RUNS = [run(seed) for seed in (0, 1, 2)]
 
 
-@pytest.mark.parametrize("endpoint", ["accuracy", "formatted"])
-def test_scores_are_the_means_of_the_last_answers_with_the_interval_of_seeds_and_problems(endpoint):
-    clean, hot = told_of("scores", RUNS, ["clean", "other", "hot"], endpoint)
-    table = np.array(
-        [[a["correct" if endpoint == "accuracy" else "formatted"] for a in r.condition("hot")["answers"]] for r in RUNS]
-    )
-    interval, method = mean_interval(table.astype(float))
-    assert (clean["condition"], hot["condition"]) == ("clean", "hot")
-    assert hot == {
-        "condition": "hot",
-        "endpoint": endpoint,
-        "unit": "points",
-        "mean": pytest.approx(table.mean()),
-        "ci_low": pytest.approx(interval.low),
-        "ci_high": pytest.approx(interval.high),
-        "method": method,
-        "n": 7,
-        "per_seed": [{"seed": s, "value": pytest.approx(row.mean())} for s, row in enumerate(table)],
-        "first": pytest.approx(mean(0.1 * seed + 0.003 for seed in (0, 1, 2)) + 0.4 * (endpoint == "formatted")),
-    }
-
-
-def test_a_score_before_training_is_told_if_every_run_has_one():
-    late = Run("x", "train", "arm", 1, "done", {}, [e for e in RUNS[1].events if e.get("step") != 0])
-    once = Run("x", "train", "arm", 1, "done", {}, [e for e in RUNS[1].events if e.get("step") == 0])
-    assert told_of("scores", [RUNS[0], late], ["hot"])[0]["first"] is None
-    assert told_of("scores", [RUNS[0], once], ["hot"])[0]["first"] is None, "one evaluation is the last one"
-
-
 @pytest.mark.parametrize("level", [0.8, 0.95])
 def test_the_interval_of_a_mean_is_that_of_crossed_effects_by_hand(level):
     table = np.array([ANSWERS[seed] for seed in ANSWERS], dtype=float)
@@ -128,13 +98,6 @@ def test_curves_have_the_mean_and_the_ends_over_the_seeds_at_every_step():
     assert [p["low"] for p in found["accuracy, hot"]["points"]] == pytest.approx([0.003, 0.013, 0.023])
     assert [p["high"] for p in found["accuracy, clean"]["points"]] == pytest.approx([0.205, 0.215, 0.225])
     assert {curve["band"] for curve in found.values()} == {"least to greatest over seeds"}
-
-
-def test_sigma_is_that_of_every_step_and_group():
-    [line] = told_of("sigmas", RUNS[:1])
-    aqn = AQN.load("constant:0.05")
-    assert line["points"] == [[n, aqn.sigma(aqn.groups(2)[0], n, 3)] for n in range(3)] and line["points"][0][1] == 0.05
-    assert told_of("sigmas", [run(0, aqn=None)]) == [] == told_of("sigmas", [run(0, steps=None)])
 
 
 def test_proof_has_a_row_for_training_aqn_and_every_score_with_its_own_numbers():
@@ -222,13 +185,6 @@ def test_cost_is_shares_of_the_time_of_all_steps_and_means_over_runs():
         "evaluation_seconds": pytest.approx(sum(2 * (2 + seed + n) for seed in range(3) for n in range(3)) / 3),
     }
     assert told_of("cost", []) == dict.fromkeys(found)
-
-
-def test_samples_are_what_the_first_run_wrote_to_the_problems_that_are_kept():
-    found = told_of("samples", RUNS)
-    assert [(s["condition"], s["id"]) for s in found] == [("clean", "p0"), ("clean", "p3"), ("hot", "p0"), ("hot", "p3")]
-    wanted = {"condition": "hot", "id": "p3", "question": "q3", "answer": "a3", "text": "text 3", "correct": True}
-    assert found[-1] == wanted and told_of("samples", []) == []
 
 
 def test_roughness_is_the_distance_from_the_line_between_the_neighbours():

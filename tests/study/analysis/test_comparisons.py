@@ -89,13 +89,6 @@ def test_secondary_comparisons_are_one_family_without_the_primary():
     assert "after Holm" in swapped["sentence"] and "after Holm" not in primary["sentence"]
 
 
-def test_one_seed_concludes_nothing_however_large_the_difference():
-    [found] = compare([FAULTY], FAULTY, arms([[1] * 200], [[0] * 200]))
-    assert found["verdict"] == "nothing"
-    assert found["p"] < 1e-10
-    assert "1 seed: nothing can be concluded" in found["sentence"]
-
-
 def test_only_seeds_that_both_arms_finished_are_compared():
     runs = arms(drawn(0.9, seeds=4), drawn(0.5, seeds=4, key=1))
     runs[1] = run("AQN", 1, drawn(0.9)[1], status="partial")

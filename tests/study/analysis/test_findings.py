@@ -5,21 +5,16 @@ import shutil
 import pytest
 import torch
 
-from shaketable.evaluate.statistics import over_seeds, wilson
+from shaketable.evaluate.statistics import over_seeds
 from shaketable.records.record import FILE, RunRecord
-from shaketable.study.analysis import findings as found_of
-from shaketable.study.analysis.arms import magnitudes, mean_interval
+from shaketable.study.analysis.arms import magnitudes
 from shaketable.study.cells import cells_of
 from shaketable.study.run_cell import do
 from shaketable.study.store import define
-from tests.study.small_studies import data, findings, study, told
+from tests.study.small_studies import data, findings, study
 
 ARMS = {"as it comes": {"train": False}, "noise + AQN": {**data()["arms"]["noise + AQN"]}}
 COMPARE = {"primary": {"a": "noise + AQN", "b": "as it comes", "condition": "noise"}}
-
-
-def run_findings(folder):
-    return told(found_of.run_findings(folder))
 
 
 def small(**replaced):
@@ -141,46 +136,11 @@ def test_a_study_that_was_never_run_or_whose_definition_was_changed_is_told(stor
     assert "never run from its file" in findings(small(), folder)["notes"][0]
 
 
-def test_no_seeds_conclude_nothing(tmp_path):
-    found = findings(small(seeds=0), tmp_path)
-    assert found["verdict"]["kind"] == "nothing" and "no seed is finished" in found["verdict"]["headline"]
-
-
-def test_a_single_run_says_what_it_was(store):
-    folder = next((store / "small" / "runs").glob("noise-aqn-s1-*"))
-    config, found = RunRecord.open(folder).config, run_findings(folder)
-    [arm], about = found["arms"], found["study"]
-    assert config["seed"] == 1 and [arm["seeds"], about["seeds"]] == [[1], [1]]
-    assert (arm["kind"], arm["guided"], arm["description"], arm["settings"]) == ("train", None, "", [])
-    for key in ("plan", "plan_in", "model", "task"):
-        assert arm[key] == config[key], key
-    assert (about["model"], about["task"], about["steps"], about["n"]) == tuple(
-        config[key] for key in ("model", "task", "steps", "eval_n")
-    )
-    assert (about["name"], about["key"]) == (folder.name, RunRecord.open(folder).head["id"][:8])
-    assert about["named_before"] is False and found["complete"] is True
-    assert {c["name"]: c["plan"] for c in about["conditions"]} == small().conditions
-    assert (found["comparisons"], found["diagnoses"], found["notes"]) == ([], [], [])
-    assert [run["folder"] for run in found["runs"]] == ["."] and found["environments"][0]["runs"] == 1
-
-
 def test_conditions_that_differ_in_magnitude_alone_lie_on_a_line():
     line = {"clean": None, "5 %": "relative_gaussian:0.05@op.matmul", "10 %": "relative_gaussian:0.1@op.matmul"}
     assert magnitudes(line) == {"clean": 0.0, "5 %": 0.05, "10 %": 0.1}
     other = line | {"10 %": "relative_gaussian:0.1@op.all"}
     assert set(magnitudes(other).values()) == {None}
-
-
-def test_the_interval_of_a_mean_is_wider_when_seeds_differ():
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    problems = rng.random(200)
-    alike = (problems[None] < 0.5).repeat(4, 0).astype(float)
-    assert mean_interval(alike)[0] == wilson(float(alike.mean()), 200)
-    differing = (problems[None] < np.array([[0.2], [0.4], [0.6], [0.8]])).astype(float)
-    wide, method = mean_interval(differing)
-    assert wide.high - wide.low > 0.5 and "seeds" in method
 
 
 def test_a_record_in_the_store_is_a_run_of_train(store):

@@ -124,11 +124,6 @@ def test_the_table_of_runs_has_every_run_in_the_order_of_the_study(found):
     assert found["environments"] == [{"runs": 6, "facts": HERE}]
 
 
-def test_scores_over_conditions_are_side_by_side(found):
-    assert [row["arm"] for row in found["robustness"]] == ["as it comes", "better"]
-    assert [p["condition"] for p in found["robustness"][0]["points"]] == ["clean", "faulty", "noise"]
-
-
 # ---- what is missing, old or damaged
 
 
@@ -367,12 +362,6 @@ def test_a_single_run_has_its_scores_conditions_and_noise(tmp_path):
     assert told["environments"] == [{"runs": 1, "facts": HERE}]
     assert (told["runs"][0]["folder"], told["runs"][0]["name"], told["runs"][0]["seed"]) == (".", "run", 1)
     assert told["verdict"]["headline"] == "One training run"
-
-
-def test_a_single_run_that_was_not_scored_yet_has_no_conditions(tmp_path):
-    told = one_run(tmp_path / "run", ("attempt", {}))
-    assert (told["complete"], told["study"]["conditions"], told["arms"][0]["scores"], told["robustness"]) == (False, [], [], [])
-    assert told["runs"][0]["status"] == "partial" and told["study"]["n"] == 12 and told["study"]["steps"] == 4
 
 
 def test_a_run_of_another_verb_is_no_training_run(tmp_path):

@@ -45,31 +45,21 @@ def test_the_time_of_a_change_is_the_same_in_every_time_zone(tmp_path, monkeypat
         time.tzset()
 
 
-def test_of_several_versions_before_the_results_the_last_was_in_force(tmp_path, monkeypatch):
-    written(tmp_path, monkeypatch, (TWO, 10, False), (THREE, 20, False), (FOUR, 200, True))
-    assert changes(THREE, tmp_path, ended(100)) == (True, [])
-    for asked in (TWO, FOUR):
-        found = changes(asked, tmp_path, ended(100))
-        assert not found[0] and found[1][0].endswith(LATE)
-
-
-def test_what_a_version_says_itself_counts_more_than_the_clock(tmp_path, monkeypatch):
-    written(tmp_path, monkeypatch, (TWO, 500, False), (THREE, 50, True))
-    assert changes(TWO, tmp_path, ended(100)) == (True, [])
-    assert not changes(THREE, tmp_path, ended(100))[0]
-
-
-def test_versions_that_do_not_say_are_told_by_the_clock(tmp_path, monkeypatch):
-    written(tmp_path, monkeypatch, (TWO, 10, None), (THREE, 50, None), (FOUR, 200, None))
-    assert changes(THREE, tmp_path, ended(100)) == (True, [])
-    assert not changes(FOUR, tmp_path, ended(100))[0]
-    assert changes(FOUR, tmp_path, ended(200)) == (True, []), "at the very second it is in time"
-
-
-def test_where_no_version_came_before_the_results_the_first_counts(tmp_path, monkeypatch):
-    written(tmp_path, monkeypatch, (TWO, 300, None), (THREE, 400, None))
-    assert changes(TWO, tmp_path, ended(100)) == (True, [])
-    assert not changes(THREE, tmp_path, ended(100))[0]
+@pytest.mark.parametrize(
+    ("versions", "end", "in_time"),
+    [
+        ([(TWO, 10, False), (THREE, 20, False), (FOUR, 200, True)], 100, THREE),  # the last one before the results
+        ([(TWO, 500, False), (THREE, 50, True)], 100, TWO),  # what a version says itself counts more than the clock
+        ([(TWO, 10, None), (THREE, 50, None), (FOUR, 200, None)], 100, THREE),  # those that do not say are told by the clock
+        ([(TWO, 10, None), (THREE, 50, None), (FOUR, 200, None)], 200, FOUR),  # at the very second it is in time
+        ([(TWO, 300, None), (THREE, 400, None)], 100, TWO),  # none came before the results: the first counts
+    ],
+)
+def test_which_version_was_in_force_when_the_first_run_ended(tmp_path, monkeypatch, versions, end, in_time):
+    written(tmp_path, monkeypatch, *versions)
+    for asked, *_ in versions:
+        named, notes = changes(asked, tmp_path, ended(end))
+        assert named == (asked is in_time) == (not notes)
 
 
 def test_a_study_that_was_written_down_after_a_run_had_ended_was_not_named_before(tmp_path, monkeypatch):
