@@ -218,19 +218,6 @@ def test_a_constant_has_no_spread_to_be_shaken_by_and_reads_back_as_no_fault(tex
     assert float(fault(text).read_back(x, found)) == (1.0 if text.startswith("non") else 0.0)
 
 
-# What every fault says of itself
-
-
-def test_another_magnitude_is_another_fault_of_the_same_class_and_leaves_the_first():
-    one = fault("spike:8", rate=0.5, mode="max", sparsity=0.5)
-    other = one.with_magnitude(3)
-    assert type(other) is type(one) and (one.magnitude, other.magnitude, other.asked()) == (8, 3, 3.0)
-    assert (other.rate, other.mode, other.sparsity) == (0.5, "max", 0.5)
-    for bad in (-1, NAN, INF):
-        with pytest.raises(ValueError, match="magnitude"):
-            one.with_magnitude(bad)
-
-
 # Formats
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shaketable as st
+from shaketable.errors import InertError
 from shaketable.inject.operators import attention_in_the_open, hidden_by_attention
 from shaketable.plan import Plan
 from tests.inject.code_paths import Body
@@ -122,9 +123,77 @@ def test_torchs_own_attention_is_opened_and_computes_what_it_did():
 # ---- what is said beforehand
 
 
+class Attention(nn.Module):
+    """Says how it computes, as those of transformers do."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation=how)
+
+
 def test_the_kernel_of_an_engine_has_no_name_and_no_setting():
-    attention = type("Attention", (nn.Module,), {"__module__": "vllm.attention"})()
-    attention.config = SimpleNamespace(_attn_implementation="eager")
+    attention = type("Attention", (Attention,), {"__module__": "vllm.attention"})("eager")
     kernel = "attention is one kernel (of the engine), inside of which its softmax (op.softmax) cannot be hit"
     found = hidden_by_attention(nn.ModuleList([attention]), Plan.parse("gain:1@op.softmax").clauses[0].site)
     assert found == [f"{kernel}; op.sdpa hits what it returns"]
+
+
+def test_only_the_clauses_on_a_softmax_that_is_hidden_are_warned_of(recwarn):
+    model = nn.Sequential(Attention("sdpa"))
+    st.inject(model, "gain:1@op.matmul;gain:1@op.sdpa;gain:1@op.all")
+    assert [w for w in recwarn if w.category is RuntimeWarning] == []
+    st.inject(model, "gain:1@op.matmul;gain:2@op.softmax;gain:3@op.softmax+silu")
+    said = [str(w.message) for w in recwarn if w.category is RuntimeWarning]
+    assert [text.partition(": attention")[0] for text in said] == ["gain:2@op.softmax", "gain:3@op.softmax+silu"]
+    recwarn.clear()
+    st.inject(nn.Sequential(Attention("eager")), "gain:1@op.softmax")
+    assert [w for w in recwarn if w.category is RuntimeWarning] == []
+
+
+IDS = torch.tensor([[3, 7, 11, 5]])
+SOFTMAX = "attention is one kernel (sdpa), inside of which its softmax (op.softmax) cannot be hit"
+
+
+def notes(model, plan):
+    """Those of a plan that was attached and never ran."""
+    injection = st.inject(model, plan)
+    found = injection.ledger.sites[0].notes
+    injection.close(check=False)
+    return found
+
+
+def test_softmax_under_sdpa_is_said_to_be_out_of_reach_when_the_plan_is_attached(tiny_llama):
+    with pytest.warns(RuntimeWarning, match="op.softmax.*attn_implementation=eager") as caught:
+        (note,) = notes(tiny_llama, "gain:0.1@op.softmax")
+    assert note.startswith(SOFTMAX)
+    assert caught[0].filename == __file__
+
+
+def test_products_are_named_beside_it(tiny_llama):
+    assert "two matrix products (op.matmul) and softmax (op.softmax)" in notes(tiny_llama, "gain:0.1@op.all")[0]
+    assert "softmax" not in notes(tiny_llama, "gain:0.1@op.matmul")[0]
+
+
+@pytest.mark.parametrize("plan", ["gain:0.1@op.silu", "gain:0.1@module.linear", "gain:0.1@op.sdpa"])
+def test_nothing_is_said_where_nothing_is_hidden(tiny_llama, plan):
+    assert notes(tiny_llama, plan) == []
+
+
+def test_nothing_is_said_where_the_operators_are_met(tiny_llama):
+    with sdpa_kernel(SDPBackend.MATH):
+        assert notes(tiny_llama, "gain:0.1@op.softmax") == []
+    tiny_llama.set_attn_implementation("eager")
+    with st.inject(tiny_llama, "gain:0.1@op.softmax") as ledger:
+        tiny_llama(IDS)
+    assert ledger.sites[0].notes == []
+    assert ledger.forward == 4
+
+
+@pytest.mark.filterwarnings("ignore:gain")
+def test_a_clause_that_nothing_came_of_ends_with_the_reason(tiny_llama):
+    injection = st.inject(tiny_llama, "gain:0.1@op.softmax").enable()
+    tiny_llama(IDS)
+    assert injection.ledger.sites[0].fused == 4
+    assert SOFTMAX in str(injection.ledger)
+    with pytest.raises(InertError, match=r"never fired \(attention is one kernel \(sdpa\)"):
+        injection.close()

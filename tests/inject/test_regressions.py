@@ -114,6 +114,7 @@ def test_a_clause_that_is_not_there_has_no_magnitude_to_set():
     [
         ("mxfp4@module.linear", 0.1, "no clause of this plan has a magnitude"),
         ("gain:1@module.linear", -1, "gain: magnitude: Input should be greater than or equal to 0"),
+        ("gain:1@module.linear", float("nan"), "gain: magnitude: Input should be a finite number"),
         ("gain:1@module.linear;bit_flip:0.1@module.linear", 2, "bit_flip: magnitude: Input should be less than or equal to 1"),
     ],
 )

@@ -1,7 +1,6 @@
 """An injection as a switch: enabled, disabled, changed and closed; its phase and rank; going on in another process."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,29 +28,6 @@ def linear():
 
 def is_hooked(model):
     return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-# ---- inject
-
-
-class Attention(nn.Module):
-    """Says how it computes, as those of transformers do."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.config = SimpleNamespace(_attn_implementation=how)
-
-
-def test_only_the_clauses_on_a_softmax_that_is_hidden_are_warned_of(recwarn):
-    model = nn.Sequential(Attention("sdpa"))
-    inject(model, "gain:1@op.matmul;gain:1@op.sdpa;gain:1@op.all")
-    assert [w for w in recwarn if w.category is RuntimeWarning] == []
-    inject(model, "gain:1@op.matmul;gain:2@op.softmax;gain:3@op.softmax+silu")
-    said = [str(w.message) for w in recwarn if w.category is RuntimeWarning]
-    assert [text.partition(": attention")[0] for text in said] == ["gain:2@op.softmax", "gain:3@op.softmax+silu"]
-    recwarn.clear()
-    inject(nn.Sequential(Attention("eager")), "gain:1@op.softmax")
-    assert [w for w in recwarn if w.category is RuntimeWarning] == []
 
 
 # ---- on, off, closed

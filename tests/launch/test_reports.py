@@ -47,13 +47,6 @@ def test_the_ledger_notes_what_is_not_covered(tmp_path, kind, plan, note):
     assert any(line.startswith(note) for line in ledger["sites"][0]["notes"]), ledger["sites"][0]
 
 
-@pytest.mark.slow
-def test_a_layer_that_is_not_there_is_named_with_the_class_of_the_model(tmp_path):
-    _, _, printed = under_plan(tmp_path / "l", "noise:0.1@layer.7", *program(SILENT, "plain"))
-    (line,) = notices(printed)
-    assert "noise:0.1@layer.7 does nothing in Experts: " in line
-
-
 @pytest.mark.parametrize(
     ("kind", "plan", "said"),
     [
