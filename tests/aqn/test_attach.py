@@ -405,26 +405,6 @@ def test_steps_whose_noise_rounds_away_are_named():
     assert noise.lost_steps == ()
 
 
-def test_fields_that_do_not_fit():
-    cases = {
-        "unknown role 'rmsnrom'; did you mean 'rmsnorm'": {"roles": ("rmsnrom",)},
-        "roles are for form=weight": {"form": "output", "roles": ("linear",)},
-        "multipliers name layer 3, which layers=0-1 leaves out": {"layers": [0, 1], "multipliers": {3: 2.0}},
-        "layers names no layer": {"layers": []},
-        "did you mean 'layers'": {"layer": [1]},
-        "multipliers.1": {"multipliers": {1: -1.0}},
-        "unit": {"unit": "percent"},
-        "zones.edge|Zones: edge": {"zones": {"edge": 0.7}},
-    }
-    for message, fields in cases.items():
-        with pytest.raises(ShaketableError, match=message) as error:
-            st.AQN(ON, **fields)
-        assert "\n" not in str(error.value)
-    assert st.AQN(ON, layers="all") == st.AQN(ON)
-    assert st.AQN(ON, roles="linear").roles == ("linear",)
-    assert st.AQN.model_validate(st.AQN(ON, zones=Zones(), layers=[1]).model_dump(mode="json")).layers == (1,)
-
-
 def test_the_guide_runs(capsys):
     page = (ROOT / "docs" / "aqn.md").read_text()
     snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

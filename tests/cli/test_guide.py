@@ -91,15 +91,6 @@ def test_notes_are_printed(run):
     assert code == 0 and "note: the median of kurtosis is none" in out
 
 
-def test_nothing_is_overwritten_unless_forced(run):
-    Path("aqn.yaml").write_text("mine")
-    code, _, err = run("d.json", "-o", "aqn.yaml", "--json", "a.json")
-    assert code == 2 and "cannot write aqn.yaml: it exists and is not overwritten" in err and err.count("\n") == 1
-    assert Path("aqn.yaml").read_text() == "mine"
-    assert run("d.json", "-o", "aqn.yaml", "--force")[0] == 0
-    assert "aqn" in yaml.safe_load(Path("aqn.yaml").read_text())
-
-
 def test_the_file_comes_whole_or_not_at_all(run, monkeypatch):
     Path("aqn.yaml").write_text("mine")
 

@@ -2,13 +2,11 @@
 
 import platform
 import sys
-from importlib import metadata
 
 import torch
 
 import shaketable
 from shaketable.faults.cpu import native
-from shaketable.records import environment
 from shaketable.records.environment import PACKAGES, gather
 
 
@@ -24,14 +22,3 @@ def test_every_fact_is_what_it_is_called():
     assert (facts["threads"], facts["noise kernels"]) == (torch.get_num_threads(), native.name())
     assert facts["device"] == ("cpu" if not torch.accelerator.is_available() else str(torch.accelerator.current_accelerator()))
     assert str(native.compiler() or "none").endswith(facts["compiler"]) and "/" not in facts["compiler"]
-
-
-def test_packages_that_are_not_installed_have_no_version(monkeypatch):
-    def version(name):
-        if name == "trl":
-            raise metadata.PackageNotFoundError(name)
-        return f"of {name}"
-
-    monkeypatch.setattr(environment.metadata, "version", version)
-    facts = gather()
-    assert {name: facts[name] for name in PACKAGES} == {name: f"of {name}" for name in PACKAGES} | {"trl": None}

@@ -109,13 +109,6 @@ def test_origin_18_a_run_is_never_put_over_another(tmp_path):
     assert content(first) == before
 
 
-def test_a_folder_with_anything_in_it_is_left_alone(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ShaketableError, match="not empty"):
-        record_in(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
-
-
 @pytest.mark.attack("two processes on one study")
 def test_of_two_runs_that_find_the_folder_empty_one_gets_it(tmp_path, monkeypatch):
     together, made, refused = threading.Barrier(2), [], []
@@ -135,13 +128,6 @@ def test_of_two_runs_that_find_the_folder_empty_one_gets_it(tmp_path, monkeypatc
         thread.join()
     assert len(made) == len(refused) == 1 and "\n" not in refused[0]
     assert [e["config"] for e in made[0].events("run")] == [made[0].config]
-
-
-def test_a_file_is_no_run_folder(tmp_path):
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ShaketableError, match="cannot make the run folder"):
-            record_in(folder)
 
 
 @pytest.mark.parametrize(

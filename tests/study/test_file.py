@@ -115,13 +115,6 @@ def test_a_key_given_twice_is_refused(file):
         load_study(file)
 
 
-def test_zero_and_one_seed_are_allowed():
-    assert cells_of(study(seeds=0)) == []
-    with pytest.raises(ShaketableError, match="are the same"):
-        cells_of(study(seeds=0, arms=data()["arms"] | {"twin": {"plan": "noise"}}))
-    assert len(cells_of(study(seeds=1))) == 5
-
-
 # ---- keys
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from shaketable.cli.harden import print_outcome
 from shaketable.errors import ShaketableError
 from shaketable.report.study_html import page
 from shaketable.report.study_markdown import markdown
@@ -10,7 +9,6 @@ from shaketable.study.analysis.results import Findings
 from shaketable.study.cells import cells_of
 from shaketable.study.file import parse_study
 from shaketable.study.run_cell import do
-from shaketable.study.store import described
 from tests.study.small_studies import data, findings
 
 HURTS = "dead_zone:0.7,scope=token@layer.3"
@@ -99,31 +97,8 @@ def test_records_alone_are_kept_also_of_a_run_within_a_run(tmp_path):
     assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob("checkpoint-*"))
 
 
-def test_a_study_without_hardening_is_described_as_it_always_was():
-    old = described(parse_study(data()))
-    assert "harden" not in old
-    assert not any("harden" in arm or "after" in arm for arm in old["arms"].values())
-
-
-def test_a_share_without_an_end_is_written(done, capsys):
+def test_a_share_without_an_end_is_written(done):
     found = findings(*done)
     found["recovered"][0]["interval"] = {"low": float("-inf"), "high": None}
     assert "(−∞ to ∞)" in page(Findings.model_validate(found))
-    rung = {
-        "rung": "distil",
-        "cost": {"seconds": 1, "sequences": 1, "flops_added": 0},
-        "conditions": [],
-        "facts": {},
-        "kept": True,
-    }
-    shares = {"faulty": found["recovered"][0]}
-    table = {
-        "measure": "accuracy",
-        "before": [],
-        "rungs": [rung | {"shares": shares}],
-        "ledgers": {},
-        "config": {"target": None},
-    }
-    print_outcome(table | {"sentence": "", "model": ""})
-    assert "(−∞ to ∞)" in capsys.readouterr().out
     assert "(−∞ to ∞)" in markdown(Findings.model_validate(found))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shaketable.study.cells import Cell, cells_of
+from shaketable.study.cells import cells_of
 from shaketable.study.file import load_study
 from shaketable.study.run_cell import do
 from tests import ROOT
@@ -43,11 +43,3 @@ def _made_of(folder):
     from shaketable.records.record import RunRecord
 
     return RunRecord.open(folder, "train").events("made_of")[0]
-
-
-def test_newer_options_leave_the_names_of_older_runs_alone():
-    study = load_study(FILE, ["train.warm_start=0"])
-    cell = cells_of(study)[0]
-    older = {k: v for k, v in cell.config.items() if k != "warm_start"}
-    assert Cell(cell.kind, cell.arm, cell.seed, older, cell.threads).key == cell.key
-    assert Cell(cell.kind, cell.arm, cell.seed, cell.config | {"warm_start": 5}, cell.threads).key != cell.key

@@ -170,11 +170,6 @@ def test_a_plan_that_never_fires_in_the_first_step_ends_the_run_there(tmp_path):
 
 
 @pytest.mark.slow
-def test_aqn_that_is_silent_in_its_first_stage_is_no_error(tmp_path):
-    assert trained(tmp_path / "run", aqn="global_decay:0.2-0.1,stages=3").record.events("finished")
-
-
-@pytest.mark.slow
 def test_a_step_in_micro_batches_draws_the_same_answers_and_about_the_same_gradient(clean, tmp_path):
     split = trained(tmp_path / "run", micro_batch=4)
     first, whole = split.record.events("step")[0], clean.record.events("step")[0]

@@ -211,21 +211,9 @@ def test_what_cannot_work_is_found_before_anything_runs(fields, error, message):
         check(config(**fields))
 
 
-def test_a_folder_without_weights_is_found(tmp_path):
-    shutil.copy(NANO / "config.json", tmp_path)
-    with pytest.raises(ModelError, match="holds no weights"):
-        check(config(models=(str(tmp_path),)))
-
-
 def test_texts_are_drawn_like_problems():
     task = load_task("text")
     assert default_n(task) == 53 and default_n(load_task("arithmetic")) == 200
     drawn = draw(task, 10, 1)
     assert len({p.id for p in drawn}) == 10 and drawn == draw(task, 10, 1) != draw(task, 10, 2)
     assert all(task.texts()[int(p.id.removeprefix("text ")) - 1] == p.question for p in drawn)
-
-
-@pytest.mark.parametrize("seeds", [1, 2])
-def test_a_plan_that_does_not_fit_is_refused_before_the_first_forward(seeds):
-    with pytest.raises(ShaketableError, match="no_such_module"):
-        check(config(plan="relative_gaussian@module.no_such_module", magnitudes=(0.1,), seeds=seeds))

@@ -139,8 +139,7 @@ def test_a_study_that_was_never_run_or_whose_definition_was_changed_is_told(stor
 def test_conditions_that_differ_in_magnitude_alone_lie_on_a_line():
     line = {"clean": None, "5 %": "relative_gaussian:0.05@op.matmul", "10 %": "relative_gaussian:0.1@op.matmul"}
     assert magnitudes(line) == {"clean": 0.0, "5 %": 0.05, "10 %": 0.1}
-    other = line | {"10 %": "relative_gaussian:0.1@op.all"}
-    assert set(magnitudes(other).values()) == {None}
+    assert set(magnitudes(line | {"10 %": "relative_gaussian:0.1@op.all"}).values()) == {None}
 
 
 def test_a_record_in_the_store_is_a_run_of_train(store):
