@@ -58,7 +58,6 @@ class Attached(Hook):
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
             raise PlanError("DeepSpeed ZeRO-3 keeps parts of weights and has a product of its own; use ZeRO-1 or 2, or FSDP2")
         self.anatomy = Anatomy.of(model)
-        self.has_closed_attention = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
         reasons = {p.name: "rotary" if is_rotary(p.module) else self.anatomy.excluded(p) for p in self.anatomy.parts if p.name}
         self.left_out = {name: why for name, why in reasons.items() if why not in (None, "embedding")}
         self.entries: dict[int, Entry] = {}

@@ -368,13 +368,6 @@ def note(handle: int, text: str) -> None:
                 site.notes.append(text)
 
 
-def note_closed_attention(injection: Injection) -> None:
-    """The same, when a graph runs, for attention that dynamo takes as one function, and does not show to modes."""
-    for attached in injection.models:
-        if attached.has_closed_attention:
-            note(injection.handle, "torch.nn.MultiheadAttention is compiled as one function: its products are not covered")
-
-
 def trace_forward(x: Tensor, handle: int) -> Tensor:
     """The faulty tensor."""
     tracing = traces[_injection_of(f"{handle}")]
@@ -413,8 +406,6 @@ def _begin(after: Tensor, handle: int, entry: int, graph: int, clauses: int) -> 
         return torch.zeros(3 + clauses, dtype=torch.int64)
     stack = injection.calls.stack
     frame = stack[-1] if stack else traces[handle].frame
-    if injection.has_operators:
-        note_closed_attention(injection)
     current = injection.begin_compiled_pass(entry) if frame is None else frame.current
     base = _BASE * frame.count("graphs") if frame is not None else 0
     key = current.key - (1 << 64) if current.key >= 1 << 63 else current.key

@@ -483,7 +483,8 @@ class Operators(TorchFunctionMode):
         if not torch.compiler.is_compiling():
             return self.taps.weights.cast(x, result)
         trace = op.traces[self.injection.handle]
-        if op.present[self.injection.handle] and self.taps.weights.is_traced_head([x], trace.casts):
+        by_hand = trace.with_gradients and not torch.is_grad_enabled()  # dynamo lets no tensor out of such a function
+        if op.present[self.injection.handle] and not by_hand and self.taps.weights.is_traced_head([x], trace.casts):
             trace.casts.append(result)
         return result
 
