@@ -185,3 +185,9 @@ def test_a_hook_on_an_operator_needs_no_naming_because_the_operator_is_judged():
 def test_a_planted_plan_is_not_foreign():
     diagnosis = found(build("llama"), "host", plan="gain:0.1@layer.1", strict=True)
     assert (diagnosis.verdict, diagnosis.layer, diagnosis.foreign) == ("FAULT", 1, [])
+
+
+def test_a_plan_that_is_open_on_another_model_is_not_foreign():
+    with st.inject(build("llama"), "gain:0.1@layer.1", allow_inert=True):
+        diagnosis = found(build("llama"), "host", strict=True)
+    assert (diagnosis.verdict, diagnosis.foreign) == ("HEALTHY", [])

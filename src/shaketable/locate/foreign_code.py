@@ -33,6 +33,8 @@ from shaketable.capture.reference import Reference
 
 USED_BY_ALL = ("torch", "transformers", "accelerate", "safetensors", "typing_extensions")
 HARMLESS = ("transformers.utils.output_capturing", "torch._dynamo.")
+CLEAN_COPIES = "shaketable.inject.modules"
+"""Has a function on `nn.Module` while a plan is open on any model, so that copies of it carry no faults."""
 TORCH = {
     "torch": torch,
     "torch.nn.functional": torch.nn.functional,
@@ -106,7 +108,7 @@ def _replaced_in_torch(where: str, owner: Any) -> Iterator[str]:
         )
         if isinstance(code, functools.partial | functools.partialmethod):
             yield f"{where}.{name}, which is a partial of {own} from {_home(code)}"
-        elif is_another or not _is_of(code, "torch"):
+        elif is_another or not (_is_of(code, "torch") or _home(code) == CLEAN_COPIES):
             yield f"{where}.{name}, which is {_origin(name, code)}"
 
 

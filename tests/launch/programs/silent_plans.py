@@ -75,20 +75,6 @@ elif kind == "head":  # a loss that multiplies by the weight of the head, and ne
     for step in range(3):
         model(x)
         say(f"pass {step}")
-elif kind == "multi-head":  # dynamo takes the attention of torch.nn as one function
-
-    class Attends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.out = nn.MultiheadAttention(16, 2, batch_first=True), nn.Linear(16, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(self.attention(x, x, x)[0])
-
-    model = torch.compile(Attends(), backend="aot_eager")
-    for step in range(3):
-        model(x[None])
-        say(f"pass {step}")
 elif kind == "evaluation":
     model = nn.Sequential(nn.Linear(16, 16)).eval()
     for _ in range(4):
