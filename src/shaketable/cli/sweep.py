@@ -144,7 +144,7 @@ def _page(found: Facts) -> str:
     config, faulty = found["config"], [p for p in found["points"] if p["magnitude"] != 0]
     shown = [p for p in faulty if p["distinguishable"]]
     sentence = f"{len(shown)} of {len(faulty)} faulty points can be told from clean."
-    plan = config["plan"] if isinstance(config["plan"], str) else "; ".join(config["plan"])
+    plan = config["plan"] if isinstance(config["plan"], str) else f"{len(config['plan'])} plans, compared below"
     facts = {"plan": plan, "task": config["task"], "problems": str(config["n"]), "engine": config["engine"]}
     lines = [*(_sentence(found, p) for p in faulty), *found["notes"]]
     tables = [("Points", _table(found))]
@@ -171,7 +171,9 @@ def _table(found: Facts, model: str | None = None) -> Table:
         head = "plan" if several and name == "magnitude" else SHORT.get(name, name) if narrow else name
         table.add_column(head, justify="right", overflow="fold")
     for point, after in zip(points, [*points[1:], None], strict=True):
-        cells = [cell(point).replace(" (", "\n(" if narrow else " (") for cell in columns.values()]
+        cells = [cell(point) for cell in columns.values()]
+        if narrow:  # a plan breaks before its site, an estimate before its interval
+            cells = [cell.replace(" (", "\n(").replace("@", "\n@") for cell in cells]
         style, last = "bold" if point["distinguishable"] else "", after is None or after["model"] != point["model"]
         table.add_row(*([] if narrow else [Text(point["model"])]), *cells, style=style, end_section=last)
     return table

@@ -235,7 +235,7 @@ def test_what_came_back_in_a_hardened_arm_is_told_with_the_verdict(tmp_path):
         3.0,
     )
     assert told["verdict"]["sentence"] == (f"{sentence}. O{back['sentence'][1:]}; without the fault 100.0 → 83.3; 3 s a run.")
-    assert told["study"]["steps"] > 0 and told["arms"][1]["settings"] == ["rungs calibrate"]
+    assert told["study"]["steps"] > 0 and told["arms"][1]["settings"] == ["stages calibrate"]
     assert told["arms"][1]["plan"] == NOISE and told["arms"][1]["plan_in"] == "both"
 
 

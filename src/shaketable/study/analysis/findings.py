@@ -171,7 +171,7 @@ def _settings(study: StudyConfig, arm: Arm) -> list[str]:
         found.append(f"layer {', '.join(map(str, arm.skip_layers))} not run")
     for name, value in {**arm.overrides, **(arm.harden or {}), **({"after": arm.after} if arm.after else {})}.items():
         shown = (" + ".join(map(str, value)) or "none") if isinstance(value, list | tuple) else value
-        found.append(f"{name} {shown}")
+        found.append(f"{'stages' if name == 'rungs' else name} {shown}")
     if arm.model not in (None, study.model):
         found.append(f"model {arm.model}")
     if arm.task not in (None, study.task):
