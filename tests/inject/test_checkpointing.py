@@ -89,16 +89,3 @@ def test_a_plan_that_was_switched_off_before_backward_puts_no_mode_on():
     y.sum().backward()
     assert seen == [[]]
     injection.close()
-
-
-# ---- torch's own functions
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_without_a_plan_computes_what_it_did(reentrant):
-    model, x = Tower(reentrant), X.clone().requires_grad_()
-    with st.inject(nn.Linear(4, 4), "gain:1@module.linear", allow_inert=True):
-        model(x).square().sum().backward()
-    first, x.grad = x.grad, None
-    model(x).square().sum().backward()
-    assert torch.equal(first, x.grad)

@@ -95,30 +95,3 @@ def test_the_same_step_and_rollout_draw_the_same(held):
         assert torch.equal(once, again)
     flat = [*seen[0][0], *seen[1][0], *seen[2][0]]
     assert len({x.numpy().tobytes() for x in flat}) == 6
-
-
-@torch.no_grad()
-def test_ranks_and_seeds_have_their_own_noise():
-    seen = []
-    for seed, rank in ((0, 0), (0, 1), (1, 0), (0, 0)):
-        model, injection = Sampler(), Injection(Plan.parse(PLAN, seed=seed), rank=rank, hold=True)
-        injection.attach(model)
-        with injection:
-            seen.append(model.generate()[0].numpy().tobytes())
-    assert len(set(seen)) == 3 and seen[0] == seen[3]
-
-
-@torch.no_grad()
-def test_a_compiled_model_holds_too():
-    model, injection = Sampler(), Injection(Plan.parse(PLAN), hold=True)
-    eager = Sampler()
-    injection.attach(model)
-    other = Injection(Plan.parse(PLAN), hold=True)
-    other.attach(eager)
-    with injection, other:
-        model.compile(backend="aot_eager")
-        for _ in range(2):
-            for a, b in zip(model.generate(), eager.generate(), strict=True):
-                assert torch.allclose(a, b, atol=1e-6)
-    assert injection.ledger.sites[0].forward == other.ledger.sites[0].forward == 2
-    torch._dynamo.reset()

@@ -1,7 +1,5 @@
 """Several clauses in one plan: each does, and is told, what it would alone, whatever its place among the others."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -59,16 +57,6 @@ def what_counts(row):
     """Noise has keys by the place of its clause: its counts are compared, and its error roughly."""
     exact = {k: row[k] for k in ("site", "fault", "asked", "matched", "forward", "backward", "phases", "layers", "remark")}
     return exact | {k: None if row[k] is None else round(row[k], 2) for k in ("measured_error", "changed_fraction")}
-
-
-@pytest.mark.parametrize("pair", itertools.permutations(CLAUSES, 2), ids=lambda pair: f"{pair[0]};{pair[1]}")
-def test_two_clauses_are_told_as_each_alone(pair):
-    rows, inert = told(*pair)
-    for (row, line), clause in zip(rows, pair, strict=True):
-        [(expected, expected_line)], _ = alone(clause)
-        assert what_counts(row) == what_counts(expected)
-        assert line == expected_line
-    assert inert == [line for clause in pair for line in alone(clause)[1]]
 
 
 def test_all_of_them_backwards():

@@ -11,7 +11,7 @@ import shaketable as st
 from shaketable.inject.injection import Injection
 from shaketable.plan import Plan
 from tests import slow
-from tests.tensors import ids, same, step_logits
+from tests.tensors import same, step_logits
 
 pytestmark = pytest.mark.usefixtures("fresh_graphs")
 PLANS = [
@@ -107,22 +107,6 @@ def test_the_graph_of_a_plan_that_is_off_is_the_clean_graph(tinier_llama, plan):
     assert record.graphs[6:] == [forward, backward]
 
 
-def test_one_clause_that_is_on_is_a_plan_that_is_on():
-    net, x = tower()
-    record = Recorder()
-    compiled = torch.compile(net, backend=record.backend)
-    injection = st.inject(net, "gain:0.1@module.layers.0;gain:0.2@module.layers.1").enable()
-    found = [compiled(x)]
-    for magnitudes in ((0, 0.2), (0, 0), (0.1, 0)):
-        for clause, magnitude in enumerate(magnitudes):
-            injection.set_magnitude(magnitude, clause)
-        found.append(compiled(x))
-    assert torch.equal(found[2], net(x) if injection.disable() else None)
-    assert len(record.graphs) == 2
-    assert all(not torch.equal(a, b) for i, a in enumerate(found) for b in found[i + 1 :])
-    injection.close()
-
-
 def test_nothing_but_the_switch_makes_another_graph():
     net, x = tower()
     record = Recorder()
@@ -196,61 +180,6 @@ def test_a_part_that_is_compiled_alone_is_clean_and_comes_back():
         assert injection.ledger.forward == fires
         injection.disable()
     injection.close()
-
-
-@pytest.mark.slow
-def test_backward_of_a_graph_with_taps_does_nothing_when_they_are_switched_off_before_it(tinier_llama):
-    compiled = torch.compile(tinier_llama, backend="aot_eager")
-    clean = step(compiled, tinier_llama)
-    injection = st.inject(tinier_llama, "relative_gaussian:0.1@op.all,direction=backward").enable()
-    tinier_llama.zero_grad()
-    out = compiled(input_ids=ids(), labels=ids())
-    injection.disable()
-    out.loss.backward()
-    torch.testing.assert_close([out.logits.detach(), *(p.grad for p in tinier_llama.parameters())], clean)
-    assert injection.ledger.backward == 0
-    injection.enable()
-    assert not same(step(compiled, tinier_llama), clean)
-    assert injection.ledger.backward == 46
-    injection.close()
-
-
-@pytest.mark.parametrize("plan", [NOISE, "relative_gaussian:0.1@op.matmul"])
-def test_checkpointed_layers_are_clean_when_off(tinier_llama, plan):
-    tinier_llama.train()
-    tinier_llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    compiled = torch.compile(tinier_llama, backend="aot_eager")
-    clean = step(compiled, tinier_llama)
-    injection = st.inject(tinier_llama, plan).enable()
-    noisy = step(compiled, tinier_llama)
-    for switch in (injection.disable, lambda: injection.enable().set_magnitude(0)):
-        switch()
-        assert same(step(compiled, tinier_llama), clean)
-    assert not same(noisy, clean)
-    injection.close()
-
-
-def test_a_sigma_of_zero_is_the_clean_graph(tinier_llama):
-    record = Recorder()
-    compiled = torch.compile(tinier_llama, backend=record.backend)
-
-    def rollout():
-        with torch.no_grad(), st.phase("rollout"):
-            return compiled(input_ids=ids()).logits
-
-    clean = rollout()
-    attached = st.AQN(st.Constant(0.05)).attach(tinier_llama, 10).enable()
-    noisy = rollout()
-    assert not torch.equal(noisy, clean)
-    attached.force_sigma(0.02)
-    assert not torch.equal(rollout(), noisy)
-    attached.force_sigma(0.0)
-    assert torch.equal(rollout(), clean)
-    attached.force_sigma(None)
-    assert not torch.equal(rollout(), clean)
-    assert record.ours() == [False, True, False]
-    assert record.graphs[2] == record.graphs[0]
-    attached.close()
 
 
 def test_taps_are_in_a_graph_that_is_traced_once():

@@ -11,8 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shaketable as st
 from shaketable.errors import InertError
-from shaketable.inject.operators import attention_in_the_open, hidden_by_attention
-from shaketable.plan import Plan
+from shaketable.inject.operators import attention_in_the_open
 from tests.inject.code_paths import Body
 from tests.tensors import draw
 
@@ -99,15 +98,6 @@ def test_each_clause_counts_what_it_cannot_reach_once():
     assert [site.fused for site in ledger.sites] == [2, 2, 0]
 
 
-def test_what_is_computed_again_is_not_counted_as_hidden_again():
-    from torch.utils.checkpoint import checkpoint
-
-    model, q = Body(lambda q: checkpoint(attend, q * 1.0, K, V, use_reentrant=False)), Q.clone().requires_grad_()
-    with st.inject(model, "gain:1@op.matmul", allow_inert=True) as ledger:
-        model(q).square().sum().backward()
-    assert ledger.sites[0].fused == 1
-
-
 def test_torchs_own_attention_is_opened_and_computes_what_it_did():
     torch.manual_seed(0)
     model, x = nn.MultiheadAttention(8, 2, batch_first=True), draw(1, 3, 8)
@@ -129,13 +119,6 @@ class Attention(nn.Module):
     def __init__(self, how):
         super().__init__()
         self.config = SimpleNamespace(_attn_implementation=how)
-
-
-def test_the_kernel_of_an_engine_has_no_name_and_no_setting():
-    attention = type("Attention", (Attention,), {"__module__": "vllm.attention"})("eager")
-    kernel = "attention is one kernel (of the engine), inside of which its softmax (op.softmax) cannot be hit"
-    found = hidden_by_attention(nn.ModuleList([attention]), Plan.parse("gain:1@op.softmax").clauses[0].site)
-    assert found == [f"{kernel}; op.sdpa hits what it returns"]
 
 
 def test_only_the_clauses_on_a_softmax_that_is_hidden_are_warned_of(recwarn):
@@ -167,11 +150,6 @@ def test_softmax_under_sdpa_is_said_to_be_out_of_reach_when_the_plan_is_attached
         (note,) = notes(tiny_llama, "gain:0.1@op.softmax")
     assert note.startswith(SOFTMAX)
     assert caught[0].filename == __file__
-
-
-def test_products_are_named_beside_it(tiny_llama):
-    assert "two matrix products (op.matmul) and softmax (op.softmax)" in notes(tiny_llama, "gain:0.1@op.all")[0]
-    assert "softmax" not in notes(tiny_llama, "gain:0.1@op.matmul")[0]
 
 
 @pytest.mark.parametrize("plan", ["gain:0.1@op.silu", "gain:0.1@module.linear", "gain:0.1@op.sdpa"])

@@ -126,16 +126,6 @@ def test_a_magnitude_that_cannot_be_set_changes_nothing(plan, magnitude, message
     assert injection.faults == before
 
 
-def test_channels_of_a_long_vector_are_measured():
-    model = nn.Identity()
-    with st.inject(model, "gain:0.5,sparsity=0.25@module.Identity") as ledger:
-        model(torch.randn(40_000, generator=torch.Generator().manual_seed(1)))
-    site = ledger.to_dict()["sites"][0]
-    assert site["measured_magnitude"] == pytest.approx(0.5, rel=1e-3) and site["changed_fraction"] == pytest.approx(
-        0.25, rel=0.1
-    )
-
-
 def test_a_plan_that_another_thread_closed_leaves_no_mode_on():
     modes = torch.overrides._get_current_function_mode_stack
     first = st.inject(nn.Linear(4, 4), "gain:1@op.matmul", allow_inert=True).enable()
@@ -164,17 +154,6 @@ def test_a_plan_within_the_with_of_another_is_meant(recwarn):
     with st.inject(model, "gain:1@module.linear"), st.inject(model, "gain:2@module.linear"):
         model(X)
     assert not recwarn
-
-
-def test_a_repr_says_plan_state_and_fires():
-    model = nn.Linear(4, 4)
-    injection = st.inject(model, "gain:1@module.linear")
-    assert repr(injection) == "<Injection gain:1@module.linear, off, 0 fires>"
-    injection.enable()
-    model(X)
-    assert repr(injection) == "<Injection gain:1@module.linear, on, 1 fire>"
-    injection.close()
-    assert repr(injection) == "<Injection gain:1@module.linear, closed, 1 fire>"
 
 
 def test_the_ledger_names_a_magnitude_that_was_set_beside_the_one_of_the_plan():

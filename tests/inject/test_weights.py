@@ -38,44 +38,6 @@ def test_tied_weights_are_faulty_only_where_the_plan_says(tiny_llama):
     assert ledger.sites[0].matched == 1
 
 
-class TwoExperts(nn.Module):
-    """Two stacked weights in one module, as the experts of a mixture have."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = (nn.Parameter(torch.eye(4)[None] + 0.1) for _ in range(2))
-
-    def forward(self, x):
-        return x @ self.up[0] @ self.down[0]
-
-
-def test_each_weight_of_a_module_is_hit_once_and_by_itself():
-    model, x = TwoExperts(), torch.ones(1, 4)
-    clean = model(x)
-    with st.inject(model, "gain:1@module.linear,point=weight") as ledger:
-        assert torch.allclose(model(x), 4 * clean)
-    assert ledger.forward == 2 and {s.split(".")[-1] for s in ledger.sites[0].spots} == {"up:weight", "down:weight"}
-    with st.inject(model, "relative_gaussian:0.1@module.linear,point=weight", seed=1) as ledger:
-        seen = []
-        model.register_forward_pre_hook(lambda m, _: seen.extend([m.up.detach(), m.down.detach()]))
-        model(x)
-    assert not torch.equal(*seen), "the noise of one is not that of the other"
-
-
-def test_two_plans_on_one_weight_chain_and_come_off_in_any_order():
-    layer = nn.Linear(4, 4, bias=False)
-    x = torch.ones(1, 4)
-    clean = layer(x)
-    first = st.inject(layer, "gain:1@module.linear,point=weight").enable()
-    second = st.inject(layer, "gain:2@module.linear,point=weight").enable()
-    assert torch.allclose(layer(x), 6 * clean)
-    first.close()
-    assert torch.allclose(layer(x), 3 * clean)
-    second.close()
-    assert torch.equal(layer(x), clean)
-    assert type(layer) is nn.Linear
-
-
 def test_experts_have_their_stacked_weights_quantized():
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -142,18 +104,6 @@ def test_under_autocast_the_fault_of_a_product_acts_on_the_type_that_is_multipli
     assert found == [dtype, seen]
 
 
-def test_a_weight_that_is_not_multiplied_or_not_hit_stays_in_its_own_type_under_autocast():
-    model = nn.Sequential(nn.LayerNorm(4), linear())
-    found = []
-    with st.inject(model, "gain:1@module.0+linear,point=weight,phase=train"):
-        for part in model:
-            part.register_forward_pre_hook(lambda m, _: found.append(m.weight.dtype))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            model.train()(X)
-            model.eval()(X)
-    assert found == [torch.float32, torch.bfloat16, torch.float32, torch.float32]
-
-
 def test_a_weight_that_is_read_twice_in_a_call_is_made_and_counted_once():
     class Twice(nn.Linear):
         def forward(self, x):
@@ -184,39 +134,8 @@ class Idle(nn.Linear):
         return x
 
 
-class Late(nn.Linear):
-    """Gets its weight from a hook that was added after all others, as a sharded module may."""
-
-    def gather(self, module, args):
-        self._parameters["weight"] = self.whole
-
-
 def test_a_first_look_without_gradients_costs_no_gradient():
     layer = Careful(4, 4)
     with st.inject(layer, "gain:1@module.Careful,point=weight"):
         layer(torch.ones(1, 4)).sum().backward()
     assert torch.equal(layer.weight.grad, torch.full((4, 4), 2.0))
-
-
-def test_a_weight_that_is_not_read_is_not_hit():
-    layer = Idle(4, 4)
-    with st.inject(layer, "gain:1@module.Idle,point=weight", allow_inert=True) as ledger:
-        layer(torch.ones(1, 4))
-    assert ledger.forward == 0 and ledger.inert()
-
-
-def test_the_weight_that_counts_is_the_one_that_is_there_when_it_is_read():
-    layer = Late(4, 4, bias=False)
-    layer.whole = nn.Parameter(torch.eye(4))
-    with st.inject(layer, "gain:1@module.Late,point=weight"):
-        layer.register_forward_pre_hook(layer.gather)
-        assert torch.equal(layer(torch.ones(1, 4)), torch.full((1, 4), 2.0))
-
-
-def test_two_clauses_on_one_weight_both_act_in_a_compiled_model():
-    torch._dynamo.reset()
-    layer = nn.Linear(4, 4, bias=False)
-    clean = layer(torch.eye(4)).detach()
-    with st.inject(layer, "gain:1@module.linear,point=weight; gain:2@module.linear,point=weight") as ledger:
-        found = torch.compile(layer, backend="eager", fullgraph=True)(torch.eye(4))
-    assert torch.allclose(found, 6 * clean) and [site.forward for site in ledger.sites] == [1, 1]

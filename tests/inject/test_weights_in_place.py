@@ -91,15 +91,6 @@ def test_a_draw_is_counted_once_and_again_for_new_weights(tiny_llama):
     assert injection.ledger.forward == 2 * matched + 1
 
 
-def test_what_was_measured_is_what_was_asked_for(tiny_llama):
-    injection = put_on(tiny_llama, NORMS)
-    for step in range(1, 9):
-        injection.step = step
-    site = injection.ledger.sites[0]
-    assert site.remark() is None
-    assert 0.09 < site.magnitude < 0.11
-
-
 def test_a_format_on_linears_is_written_and_taken_out(tiny_llama):
     clean = weights(tiny_llama)
     injection = put_on(tiny_llama, "mxfp4@module.linear,point=weight")
@@ -109,22 +100,6 @@ def test_a_format_on_linears_is_written_and_taken_out(tiny_llama):
         assert tiny_llama.get_parameter(name).unique().numel() < clean[name].numel() / 4
     injection.close()
     assert not changed(clean, tiny_llama)
-
-
-def test_an_explicit_phase_wins_over_what_the_engine_was_told(tiny_llama):
-    injection = put_on(tiny_llama, "gain:0.1@layer.0,phase=rollout;gain:0.1@layer.1,phase=eval", allow_inert=True)
-    ids = torch.arange(6)[None]
-    tiny_llama(ids)
-    with st.phase("eval"):
-        assert injection.phase_now() == "eval"
-        tiny_llama(ids)
-        tiny_llama(ids)
-    assert injection.phase_now() == "rollout"
-    injection.close()
-    assert [site.by("phase") for site in injection.ledger.sites] == [
-        {"rollout": {"forward": 1, "backward": 0}},
-        {"eval": {"forward": 2, "backward": 0}},
-    ]
 
 
 class Model(nn.Module):

@@ -87,12 +87,6 @@ def test_stacks_of_two_models_or_of_two_kinds_are_not_put_together(other):
     assert len(find_layers(other)[0]) == 2
 
 
-def test_stacks_of_two_lengths_are_not_put_together():
-    model = stacks("model.patcher.layers", "model.latent.layers")
-    model.model.latent.layers.append(block())
-    assert find_layers(model)[1] == [f"model.latent.layers.{i}" for i in range(3)]
-
-
 def test_a_plan_on_layers_shakes_every_call_of_a_hierarchical_model():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
     model = transformers.AutoModelForCausalLM.from_config(transformers.HrmTextConfig(**sizes, num_hidden_layers=3)).eval()
@@ -100,17 +94,6 @@ def test_a_plan_on_layers_shakes_every_call_of_a_hierarchical_model():
         model(torch.arange(8)[None], use_cache=False)
     assert ledger.forward == model.config.num_hidden_layers == 3 * 2 * (3 + 1)
     assert len(Anatomy.of(model).layers) == 6
-
-
-def test_a_list_of_layers_may_be_the_whole_model():
-    model = nn.ModuleList([block(), block()])
-    assert find_layers(model)[1] == ["0", "1"] and {p.layer for p in Anatomy.of(model).parts if p.name.startswith("1")} == {1}
-
-
-def test_a_layer_behind_one_that_is_shared_has_the_number_of_its_place():
-    one, last, looped = block(), block(), nn.Module()
-    looped.layers = nn.ModuleList([one, one, last])
-    assert {p.layer for p in Anatomy.of(looped).parts if p.module is last} == {1}
 
 
 def test_shared_modules_are_counted_once():
