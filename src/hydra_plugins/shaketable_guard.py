@@ -21,4 +21,4 @@ class ShaketableGuard(SearchPathPlugin):  # type: ignore[misc]
         if "verl" in sys.modules:
             from shaketable.integrations.job_keys import watch
 
-            watch(sys.argv[1:])
+            watch()

@@ -9,9 +9,8 @@ imported (`launch/startup/`), and looks in the end for the line that the reader 
 
 **A guard in Hydra** (`watch`, by `hydra_plugins/shaketable_guard.py`) stops the job before it starts Ray. It looks at
 
-    the arguments   a plan that Hydra's grammar would cut, because the quotes around it were the shell's
-    the config      faults are asked for, and this program of this verl has no trainer that our plugin replaces
-    ray.init        faults are asked for, and were still not read
+    the config   faults are asked for, and this program of this verl has no trainer that our plugin replaces
+    ray.init     faults are asked for, and were still not read
 
 Each ends the program with one line and 2. The origin's own verl reads the origin's keys itself, with a line that says so.
 """
@@ -24,7 +23,7 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -97,12 +96,10 @@ def keys_were_read(what: str) -> None:
             file.write(f"{what}\n")
 
 
-def watch(arguments: Sequence[str]) -> None:
-    """Judge the arguments now, and the config when Hydra has made it."""
+def watch() -> None:
+    """Judge the config when Hydra has made it."""
     from hydra.core.hydra_config import HydraConfig
 
-    if (problem := cut_by_hydra(arguments)) is not None:
-        _end(problem)
     wrap_once(HydraConfig, "set_config", _set_and_judge)
 
 
@@ -174,32 +171,6 @@ def _check_and_init(init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not _read:
         _end(f"Ray starts, and nothing has read {', '.join(_asked)}; call verl.utils.config.validate_config(config) before")
     return init(*args, **kwargs)
-
-
-def cut_by_hydra(arguments: Sequence[str]) -> str | None:
-    """The first plan or AQN among a command's arguments that Hydra would not take as one text, with what to write instead."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    sweeps = "-m" in arguments or "--multirun" in arguments
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key.lstrip("+") not in ("shaketable.plan", "shaketable.aqn", "shaketable.ledger") or not value:
-            continue
-        try:
-            override = OverridesParser.create().parse_override(argument)
-            whole = sweeps if override.is_sweep_override() else isinstance(override.value(), str | int | float)
-        except HydraException:
-            whole = False
-        if not whole:
-            return f"Hydra does not read {argument} as one text; quotes inside of the shell's keep it whole: {quoted(argument)}"
-    return None
-
-
-def quoted(argument: str) -> str:
-    """An override of Hydra as the shell must be given it: the value in quotes for Hydra, all of it in quotes for the shell."""
-    key, _, value = argument.partition("=")
-    return f"""'{key}="{value}"'"""
 
 
 def _program() -> str:

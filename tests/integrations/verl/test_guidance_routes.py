@@ -88,12 +88,6 @@ def test_what_guide_writes_means_the_same_on_every_route(model, guided, tmp_path
         assert sigmas[0][3] == 0.075
 
 
-def test_layer_sigmas_of_a_guided_file_are_those_of_noise_on_weights_too(model, guided, tmp_path):
-    keys = {"enabled": True, "epoch_aware": True, "layer_sigma_config": str(guided)}
-    form, sigmas = in_worker(model, tmp_path, "sampler", {"trainer.noise_injection": keys})
-    assert form == "weight" and [list(layers) for layers in sigmas] == [[3]] * 3 and sigmas[0][3] == 0.075
-
-
 @pytest.mark.parametrize("role", ["sampler", "actor"])
 def test_model_a_is_the_same_on_every_route(model, tmp_path, role):
     flat = dict(zip(*[iter(word.removeprefix("--") for word in MODEL_A.split())] * 2, strict=True))

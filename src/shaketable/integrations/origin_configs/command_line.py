@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.integrations.origin_configs.translate import as_number, dotted, translate
+from shaketable.integrations.origin_configs.translate import dotted, translate
 from shaketable.io.yaml_file import read_yaml
 
 DOCUMENTS = Path(__file__).with_name("documents.yaml")
@@ -30,16 +30,12 @@ TRAIN_PPO = "train_ppo.py"
 EAGER = "actor_rollout_ref.rollout.enforce_eager=True"
 
 
-class NotTheirsError(ShaketableError):
-    """A script has one of the origin's names and arguments that the origin's never took."""
-
-
 def accepted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Arguments of verl with `++` in front of the origin's keys that have no prefix, and the keys that were given one."""
     found, changed = [], []
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if equals and key.replace(".", "").isidentifier() and (path := dotted(key)) is not None:
+        if equals and (path := dotted(key)) is not None:
             changed.append(key)
             argument = f"++{path}={value}"
         found.append(argument)
@@ -56,33 +52,15 @@ def answer(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
     Raises:
         ShaketableError: The command is the origin's, and a value in it cannot be read.
     """
-    words, variables = list(command), dict(environ)
-    while words and (words[0] == "env" or (words[0].partition("=")[0].isidentifier() and "=" in words[0])):
-        name, equals, value = words.pop(0).partition("=")
-        variables |= {name: value} if equals else {}
-    if (at := _script(words)) is not None:
-        name = PurePath(words[at]).name
-        try:
-            use = [_reachable(line) for line in instead(words[at:], variables)]
-        except NotTheirsError:
-            return None
-        head = f"{name} is a script of the origin study, and needs its verl; here:"
-        return f"{head} {use[0]}" if len(use) == 1 else "\n  ".join([head, *use])
-    if words and not any("verl.trainer" in word for word in words):
-        text = shlex.join(words)
-        return variables_answer(variables, f" -- {text if len(text) <= 80 else f'{text[:77]}…'}")
-    return None
-
-
-def _script(words: Sequence[str]) -> int | None:
-    """The place of the name of one of the origin's scripts: the program, or what an interpreter is given."""
-    names = {entry["script"] for entry in _scripts()} | {TRAIN_PPO}
-    for at, word in enumerate(words[:3]):
-        if PurePath(word).name in names:
-            return at
-        if at and not word.startswith("-"):
-            return None
-    return None
+    known = {entry["script"] for entry in _scripts()} | {TRAIN_PPO}
+    for at, word in enumerate(command[:2]):
+        if (name := PurePath(word).name) in known:
+            use = [_reachable(line) for line in instead(command[at:], environ)]
+            head = f"{name} is a script of the origin study, and needs its verl; here:"
+            return f"{head} {use[0]}" if len(use) == 1 else "\n  ".join([head, *use])
+    if any("verl.trainer" in word for word in command):
+        return None
+    return variables_answer(environ, f" -- {shlex.join(command)}")
 
 
 def _scripts() -> list[dict[str, Any]]:
@@ -113,9 +91,7 @@ def instead(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
         options = _options(given, name)
         environ = {**environ, "MODEL_PATH": options.pop("model_path", environ.get("MODEL_PATH", ""))}
         return [" ".join([*_recipe_variables(environ), _train_ppo(options)])]
-    is_shell = name.endswith(".sh")
-    plain = [word for word in given if not word.startswith("-")] if is_shell else []
-    options = {} if is_shell else _options(given, name)
+    plain, options = (given, {}) if name.endswith(".sh") else ([], _options(given, name))
     entries = [entry for entry in _scripts() if entry["script"] == name]
     return _filled(next((e for e in entries if _fits(e, plain, options)), entries[-1]), plain, options, environ)
 
@@ -131,7 +107,7 @@ def _filled(
     """An entry's commands with the values of the arguments, and of the variables that the script read."""
     usual = {key: str(value) for key, value in (entry.get("arguments") or {}).items()}
     if (len(plain) > len(usual) and "first" not in entry) or not options.keys() <= usual.keys():
-        raise NotTheirsError(f"{entry['script']} takes other arguments: {', '.join(usual)}")
+        raise ShaketableError(f"{entry['script']} of the origin study takes other arguments: {', '.join(usual)}")
     values = {**usual, **dict(zip(usual, plain, strict=False)), **options}
     for key, words in (entry.get("words") or {}).items():
         if values[key] not in words:
@@ -139,9 +115,10 @@ def _filled(
         values[key] = words[values[key]]
     before = _recipe_variables(environ)
     if "scale" in values:
-        scale = as_number(values["scale"])
-        if scale is None or scale <= 0:
-            raise ShaketableError(f"{entry['script']}: the scale is {values['scale']!r}; write a number above 0 such as 1e-4")
+        try:
+            scale = float(values["scale"])
+        except ValueError:
+            raise ShaketableError(f"{entry['script']}: the scale is {values['scale']!r}; write a number") from None
         values["scale"] = f"{scale:g}"
         before += ["DTYPE=float32"] if scale < BFLOAT16_SCALE else []
     values |= {"model": shlex.quote(environ.get("MODEL_PATH") or "Qwen/Qwen2.5-1.5B-Instruct")}
@@ -152,14 +129,12 @@ def _filled(
 def _recipe_variables(environ: Mapping[str, str]) -> list[str]:
     """`MODEL_PATH` and `TRAIN_DATA`, which the origin's scripts read, as the recipes call them."""
     model = [f"MODEL={shlex.quote(environ['MODEL_PATH'])}"] if environ.get("MODEL_PATH") else []
-    files = environ.get("TRAIN_DATA") or environ.get("VAL_DATA") or environ.get("TEST_DATA")
-    return model + ([f"DATA={shlex.quote(str(PurePath(files).parent))}"] if files else [])
+    file = environ.get("TRAIN_DATA")
+    return model + ([f"DATA={shlex.quote(str(PurePath(file).parent))}"] if file else [])
 
 
 def _train_ppo(options: dict[str, str]) -> str:
     """`train_ppo.py` of the experiment design: its flat options are the groups `deadzone` and `aqn`; by epochs, as it says."""
-    if unknown := next((key for key in options if dotted(key) is None), None):
-        raise NotTheirsError(f"{TRAIN_PPO} has no option --{unknown}; it has --model_path, --deadzone_… and --aqn_…")
     if "aqn_config" in options:
         keys = [shlex.quote(f"+{dotted(key)}={value}") for key, value in options.items()]
         return " ".join(["NAME=aqn-config bash examples/verl/baseline.sh", EAGER, *keys])
@@ -174,12 +149,11 @@ def _train_ppo(options: dict[str, str]) -> str:
 
 
 def _options(words: Sequence[str], name: str) -> dict[str, str]:
-    """`--key value` and `--key=value`, each once."""
-    found: dict[str, str] = {}
-    rest = list(words)
-    while rest:
-        key, equals, value = rest.pop(0).partition("=")
-        if not key.startswith("--") or key[2:] in found or (not equals and not rest):
-            raise NotTheirsError(f"{name}: {key} is not --option VALUE, each option once")
-        found[key[2:].replace("-", "_")] = value if equals else rest.pop(0)
+    """`--key value` pairs."""
+    keys, values = words[::2], words[1::2]
+    if len(keys) != len(values) or not all(key.startswith("--") for key in keys):
+        raise ShaketableError(f"{name} of the origin study takes --option VALUE pairs")
+    found = {key[2:]: value for key, value in zip(keys, values, strict=True)}
+    if name == TRAIN_PPO and (unknown := next((k for k in found if k != "model_path" and dotted(k) is None), None)):
+        raise ShaketableError(f"{name} of the origin study has no --{unknown}; it has --model_path, --deadzone_… and --aqn_…")
     return found
