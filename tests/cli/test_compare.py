@@ -64,11 +64,6 @@ def test_another_dtype_is_cast_and_said(good, model):
     assert "EXPLAINED" in done.output
 
 
-def test_the_file_s_own_attention_is_used(good, model):
-    assert "attention is" not in shaketable("compare", good, model).output
-    assert "attention is eager here" in shaketable("compare", good, model, "--attention", "eager").output
-
-
 def test_another_model_s_weights_are_refused_in_any_dtype(good, model, tiny_llama):
     with torch.no_grad():
         tiny_llama.lm_head.weight[0, 0] += 0.25
@@ -76,13 +71,6 @@ def test_another_model_s_weights_are_refused_in_any_dtype(good, model, tiny_llam
     for words in ([], ["--dtype", "bfloat16"]):
         done = shaketable("compare", good, model, *words)
         assert "the weights of tiny were not the same" in str(done.exception)
-
-
-def test_the_fingerprint_is_never_overwritten(good, model):
-    before = good.read_bytes()
-    done = shaketable("compare", good, model, "--json", good, "--force")
-    assert "reads or writes it already" in str(done.exception)
-    assert good.read_bytes() == before
 
 
 @pytest.mark.attack("hostile inputs")

@@ -37,20 +37,6 @@ def test_it_writes_a_file_and_says_what_is_in_it(folder, tmp_path):
     assert told == json.loads(about.model_dump_json(by_alias=True))
 
 
-def test_prompts_dtype_and_attention_are_followed_and_recorded(folder, tmp_path):
-    (tmp_path / "text").write_text("what is 2 plus 2\n\nfour, as ever\n")
-    out = tmp_path / "good.safetensors"
-    words = ["--prompts", tmp_path / "text", "--dtype", "bfloat16", "--attention", "eager"]
-    done = shaketable("fingerprint", folder, "-o", out, *words)
-    assert done.exit_code == 0, done.output
-
-    from shaketable.compare.fingerprint import read_fingerprint
-
-    about = read_fingerprint(out).about
-    assert (about.dtype, about.attention, about.tokens) == ("bfloat16", "eager", 30)
-    assert about.prompts == ["what is 2 plus 2", "four, as ever"]
-
-
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from torch import nn
 
 from shaketable.cli import flops
 from shaketable.sites.structure import Anatomy
@@ -64,30 +63,6 @@ def test_a_token_visits_some_experts_and_every_other_weight(chosen):
             assert flops.part_flops(part, anatomy) == pytest.approx(2.0 * size * share)
 
 
-CORES = [
-    (None, 0),
-    ({"num_attention_heads": 4, "hidden_size": 20}, 4 * 5),
-    ({"num_attention_heads": 4, "hidden_size": 20, "head_dim": 7}, 4 * 7),
-    ({"num_attention_heads": 4, "hidden_size": 20, "head_dim": None}, 4 * 5),
-    ({"n_head": 2, "n_embd": 12}, 2 * 6),
-    ({"hidden_size": 12}, 0),
-    ({"num_attention_heads": 9, "hidden_size": 9, "text_config": SimpleNamespace(n_head=4, n_embd=20)}, 4 * 5),
-    ({"num_attention_heads": 4, "hidden_size": 20, "text_config": None}, 4 * 5),
-]
-
-
-@pytest.mark.parametrize(("config", "width"), CORES)
-def test_the_core_of_attention_costs_what_a_config_says_for_half_of_the_context(config, width):
-    model = nn.Module()
-    for name in ("self_attn", "other"):
-        model.add_module(name, type("SomeAttention", (nn.Module,), {})())
-        model.get_submodule(name).q_proj = nn.Linear(2, 2)
-    if config is not None:
-        model.config = SimpleNamespace(**config)
-    for tokens in (10, 30):
-        assert flops.costs(Anatomy.of(model), tokens)["attention core"] == flops.RoleCost(2, 0, 2 * 4.0 * tokens / 2 * width)
-
-
 EXPERTS = [
     ({}, 1.0),
     ({"num_experts_per_tok": 2, "num_local_experts": 8}, 0.25),
@@ -101,24 +76,3 @@ EXPERTS = [
     ({"moe_topk": [2, 2], "num_experts": 4}, 1.0),
     ({"text_config": SimpleNamespace(num_experts_per_tok=2, num_experts=8)}, 0.25),
 ]
-
-
-@pytest.mark.parametrize(("config", "share"), EXPERTS)
-def test_a_token_visits_the_share_of_experts_that_its_config_says(config, share):
-    model = nn.Module()
-    model.experts, model.shared_experts, model.myexperts = nn.Sequential(nn.Linear(3, 5)), nn.Linear(3, 5), nn.Linear(3, 5)
-    model.config = SimpleNamespace(**config)
-    anatomy = Anatomy.of(model)
-    cost = {part.name: flops.part_flops(part, anatomy) for part in anatomy.parts if part.weights}
-    assert cost == {"experts.0": 30.0 * share, "shared_experts": 30.0, "myexperts": 30.0}
-
-
-def test_the_experts_of_an_engine_cost_what_their_holder_holds():
-    def engine(name):
-        return type(name, (nn.Module,), {"__module__": "vllm.model_executor.layers.fused_moe"})()
-
-    model = nn.Sequential()
-    model.add_module("experts", engine("MoERunner"))
-    model.experts.routed_experts = engine("RoutedExperts")
-    model.experts.routed_experts.w13_weight = nn.Parameter(torch.ones(2, 4, 4))
-    assert flops.costs(Anatomy.of(model))["linear"].flops == 2 * 32

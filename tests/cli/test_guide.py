@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shaketable.aqn.guidance import Guidance
 from shaketable.cli.guide import guide
 from tests import ROOT
 from tests.cli.invoked import shaketable
@@ -60,14 +59,6 @@ def test_several_diagnoses_are_averaged_and_the_file_says_so(run):
     assert run("d.json", "d.json", "-o", "d.json")[0] == 2, "no input is overwritten"
 
 
-def test_options_reach_the_file(run):
-    code, *_ = run("d.json", "-o", "a.yaml", "--base-sigma", "0.02", "--schedule", "global_decay", "--target", "healthy")
-    assert code == 0
-    made = yaml.safe_load(Path("a.yaml").read_text())
-    assert made == Guidance.of(DIAGNOSIS, base_sigma=0.02, schedule="global_decay", target="healthy").config()
-    assert made["srdd_metadata"]["target"] == "healthy" and 3 not in made["aqn"]["layer_sigmas"]
-
-
 def test_json_says_the_same_with_reasons(run):
     code, out, _ = run("d.json", "-o", "a.yaml", "--json", "a.json")
     assert code == 0 and "wrote a.json" in out
@@ -83,25 +74,6 @@ def test_json_says_the_same_with_reasons(run):
         "why": ["instability 0.2 is above 0.1: the hardware is noisy there already (×0.5)"],
     }
     assert facts["medians"] == {"gain": 1.0, "kurtosis": 800.0}
-
-
-def test_notes_are_printed(run):
-    Path("d.json").write_text(json.dumps(DIAGNOSIS | {"probes": [layer(i, kurtosis=float("nan")) for i in range(5)]}))
-    code, out, _ = run("d.json", "-o", "a.yaml")
-    assert code == 0 and "note: the median of kurtosis is none" in out
-
-
-def test_the_file_comes_whole_or_not_at_all(run, monkeypatch):
-    Path("aqn.yaml").write_text("mine")
-
-    def fail(self, target):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", fail)
-    code, _, err = run("d.json", "-o", "aqn.yaml", "--force")
-    assert code == 2 and "No space left on device" in err
-    assert Path("aqn.yaml").read_text() == "mine"
-    assert sorted(p.name for p in Path().iterdir()) == ["aqn.yaml", "d.json"]
 
 
 HEALTHY = json.dumps(DIAGNOSIS | {"verdict": "HEALTHY", "layer": None, "fault_class": None})

@@ -78,10 +78,3 @@ def test_bad_input_is_one_line(tmp_path, words, line):
     (tmp_path / "few.txt").write_text("one\ntwo\n")
     (tmp_path / "long.txt").write_text("\n".join(f"prompt number {i} " + "and so on " * 20 for i in range(60)))
     assert line in line_of(shaketable(tmp_path, *words))
-
-
-def test_an_output_folder_that_is_taken_is_left_alone(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "mine").write_text("x")
-    assert "is not empty" in line_of(shaketable(tmp_path, *RUN, "--plan", HURTS, "-o", "run"))
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["mine"]

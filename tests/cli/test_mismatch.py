@@ -75,11 +75,6 @@ def test_one_line_for_what_is_wrong(tmp_path, arguments, says):
     assert says in line_of(shaketable(tmp_path, "mismatch", "nano", *arguments))
 
 
-def test_the_option_that_was_the_model_says_what_to_write(tmp_path):
-    said = line_of(shaketable(tmp_path, "mismatch", "--trainer", "nano", "--engine", "hf"))
-    assert "shaketable mismatch nano" in said
-
-
 def test_rollouts_of_another_tokenizer(tmp_path):
     (tmp_path / "r.jsonl").write_text(json.dumps({"prompt": [5], "completion": [4999], "logprobs": [-1.0]}) + "\n")
     said = line_of(shaketable(tmp_path, "mismatch", "nano", "--rollouts", "r.jsonl"))

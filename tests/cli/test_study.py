@@ -3,11 +3,8 @@
 import json
 
 import pytest
-import torch
 import yaml
 
-from shaketable.study.file import parse_study
-from shaketable.study.forecast import workers
 from shaketable.study.store import definitions
 from tests.cli.command_server import shaketable
 
@@ -64,13 +61,6 @@ def test_a_model_that_solves_nothing_is_refused_before_the_first_run(tmp_path):
         [line] = found.stderr.splitlines()[-1:]
         assert f"arm 'noise': nano solves 0 of 32 problems of {task} without a fault: there is no reward" in line
     assert not list(tmp_path.rglob("record.jsonl"))
-
-
-def test_a_gpu_that_is_named_is_one_place(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
-    assert workers(parse_study(TINY | {"device": "cuda"}), 100) == 8
-    assert workers(parse_study(TINY | {"device": "cuda:1"}), 100) == 1
-    assert workers(parse_study(TINY | {"device": "cuda:1", "engine": {"gpus": 0.25}}), 100) == 4
 
 
 def test_running_again_does_nothing_and_says_the_same(done):
@@ -176,10 +166,3 @@ def test_bad_input_is_one_line_and_exit_2(done, words):
     assert len(errors) == 1 and BAD[words] in errors[0], found.stderr
     assert "Traceback" not in found.stderr
     assert len(definitions(done[0] / "shaketable-runs" / "tiny")) == 1, "what cannot be run was not asked for"
-
-
-def test_no_seeds_run_nothing_and_conclude_nothing(tmp_path):
-    found = shaketable(tmp_path, "study", "run", written(tmp_path, seeds=0), "--report", "r.html")
-    assert found.code == 0, found.stderr
-    assert "Nothing can be concluded: no seed is finished in both arms" in found.stdout
-    assert (tmp_path / "r.html").is_file()

@@ -4,8 +4,6 @@ import json
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -133,23 +131,6 @@ def test_an_inert_plan_is_one_line_and_no_curve(run):
     assert not list(Path().glob("a.*"))
 
 
-def test_nothing_is_overwritten(run):
-    Path("a.json").write_text("mine")
-    assert run(*SMALL, "--json", "a.json")[0] == 2
-    Path("run").mkdir()
-    Path("run", "mine").write_text("")
-    code, _, err = run(*SMALL)
-    assert code == 2 and "run is not empty" in err
-    assert Path("a.json").read_text() == "mine" and [p.name for p in Path("run").iterdir()] == ["mine"]
-
-
-def test_help_imports_no_torch():
-    program = "import sys; sys.argv = ['shaketable', 'sweep', '--help']; from shaketable.cli import main\n"
-    program += "try: main()\nexcept SystemExit: print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "Usage" in done.stdout and done.stdout.rstrip().endswith("False")
-
-
 def test_the_page_runs(run, tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs/sweep.md").read_text()
     first, _, second = (shlex.split(block) for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
@@ -160,13 +141,6 @@ def test_the_page_runs(run, tmp_path, monkeypatch, capsys):
     assert run(*second[2:], "--force")[0] == 0
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
     assert "points (95 % CI" in capsys.readouterr().out
-
-
-def test_the_page_names_every_key(run):
-    run(*SMALL, "--json", "a.json")
-    page = (ROOT / "docs/sweep.md").read_text()
-    for key in set(numbers("a.json")[1]) - {"method", "distinguishable"}:
-        assert f"`{key}`" in page, key
 
 
 def test_formats_stand_side_by_side_in_one_table_and_one_figure(run, tmp_path):

@@ -4,11 +4,8 @@
 """
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from shaketable.records.record import RunRecord
 from shaketable.train.checkpoints import sealed, step_of
 from tests.cli.command_server import shaketable
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.attack("kills")
 RUN = [
@@ -165,20 +161,6 @@ def refused(folder):
     return " ".join(done.stderr.split())
 
 
-@pytest.mark.slow
-def test_kill_9_from_outside(tmp_path, whole):
-    """No patches: another process, and the signal at a moment of nobody's choosing."""
-    command = [sys.executable, "-m", "shaketable", *RUN, "--out", str(tmp_path / "run")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        record = tmp_path / "run" / "record.jsonl"
-        wait_until(lambda: record.exists() and b'"step": 3, "loss"' in record.read_bytes(), process)
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
-    assert shaketable(tmp_path, "train", "--resume", "run").code == 0
-    assert_same_run(tmp_path, whole)
-
-
 def limited(size):
     """No file may grow beyond this: the kernel refuses the write, as it does on a full disk."""
     return f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({size}, resource.RLIM_INFINITY))\n"
@@ -204,22 +186,6 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_one_line_and_loses
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: cannot write checkpoint-4 in run: ") and "--resume run" in last
     assert [step_of(p) for p in sealed(tmp_path / "run")] == [2], "the one before is whole"
-    assert shaketable(tmp_path, "train", "--resume", "run").code == 0
-    assert_same_run(tmp_path, whole)
-
-
-@pytest.mark.attack("full disks")
-def test_a_disk_that_is_full_when_the_weights_are_saved_is_one_line(tmp_path, whole):
-    first = (
-        "import resource\nfrom shaketable.train.run import Training\nfinish = Training._finish\n"
-        "def patched(self):\n"
-        "    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, resource.RLIM_INFINITY))\n"
-        "    finish(self)\n"
-        "Training._finish = patched\n"
-    )
-    done = shaketable(tmp_path, *RUN, "--out", "run", first=first)
-    assert done.code == 2 and "Traceback" not in done.stderr
-    assert "error: cannot write the weights in run" in done.stderr.strip().splitlines()[-1]
     assert shaketable(tmp_path, "train", "--resume", "run").code == 0
     assert_same_run(tmp_path, whole)
 

@@ -78,22 +78,6 @@ def test_two_processes_do_not_work_on_one_run(killed, tmp_path):
     assert shaketable(here, "train", "--resume", "run").code == 0
 
 
-@pytest.mark.attack("tampered records")
-def test_a_damaged_record_is_named(killed, tmp_path):
-    here = copy_of(killed, tmp_path)
-    record = here / "run" / "record.jsonl"
-    lines = record.read_bytes().splitlines(keepends=True)
-    record.write_bytes(b"".join([*lines[:2], b"garbage\n", *lines[2:]]))
-    assert "line 3 is not an event" in line_of(shaketable(here, "train", "--resume", "run"))
-
-
-def test_the_record_holds_the_content_of_an_aqn_file(tmp_path):
-    (tmp_path / "a.yaml").write_text("schedule: {kind: constant, value: 0.02}\n")
-    words = [*RUN, "nano", "--task", "arithmetic", "--steps", "1", "--aqn", "a.yaml", "--out", "run"]
-    assert shaketable(tmp_path, *words).code == 0
-    assert RunRecord.open(tmp_path / "run", "train").config["aqn"] == "constant:0.02"
-
-
 def test_weights_that_are_no_numbers_are_never_saved(tmp_path):
     words = [*RUN, "nano", "--task", "arithmetic", "--steps", "1", "--out", "run"]
     done = shaketable(tmp_path, *words, "--plan", "bit_flip:1e-3@op.all,direction=backward")
@@ -101,25 +85,11 @@ def test_weights_that_are_no_numbers_are_never_saved(tmp_path):
     assert not (tmp_path / "run" / "model").exists()
 
 
-@pytest.mark.parametrize("option", [["--tis", "inf"], ["--lr", "inf"], ["--temperature", "nan"], ["--steps", "99999999999"]])
-def test_numbers_that_no_run_can_have(tmp_path, option):
-    line_of(shaketable(tmp_path, *RUN, "nano", "--task", "arithmetic", "--out", "run", *option))
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_plan_that_would_do_nothing_is_refused_before_the_run(tmp_path):
     words = [*RUN, "nano", "--task", "arithmetic", "--steps", "1", "--out", "run", "--plan-in", "eval"]
     done = shaketable(tmp_path, *words, "--plan", "gain:0.1@layer.2;bit_flip:1e-4@op.all,direction=backward")
     assert "acts backward only" in line_of(done)
     assert not (tmp_path / "run").exists()
-
-
-def test_layers_without_noise_do_not_spoil_a_run(tmp_path):
-    words = [*RUN, "nano", "--task", "arithmetic", "--steps", "2", "--out", "run"]
-    assert shaketable(tmp_path, *words, "--aqn", "constant:0.05,zones=edge:0.25+middle:0+after:0").code == 0
-    ledger = RunRecord.open(tmp_path / "run", "train").events("finished")[0]["ledgers"]["aqn"]
-    layers = {spot["layer"] for site in ledger["sites"] for spot in site["spots"].values()}
-    assert layers == {0, 1, 6, 7, None}
 
 
 @pytest.mark.parametrize(("body", "what"), [("return None", "as the reward"), ("return float('nan')", "as the reward")])
@@ -131,10 +101,3 @@ def test_a_task_that_rewards_nonsense_is_named(tmp_path, body, what):
     )
     line = line_of(shaketable(tmp_path, *RUN, "nano", "--task", "mine.py:Mine", "--steps", "1", "--out", "run"))
     assert "mine" in line and what in line
-
-
-def test_prompts_beyond_the_context_are_refused(tmp_path):
-    rows = [{"question": "1+" * 150 + f"{i}=", "answer": "1"} for i in range(60)]
-    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line = line_of(shaketable(tmp_path, *RUN, "nano", "--task", "long.jsonl", "--steps", "1", "--out", "run"))
-    assert "do not fit into the model's context of 256" in line

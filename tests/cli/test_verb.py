@@ -58,21 +58,6 @@ def test_a_config_that_cannot_be_read_is_one_line(sweep, tmp_path, text, says):
     assert done.stderr.startswith("error: ")
 
 
-@pytest.mark.parametrize(
-    ("words", "now"),
-    [
-        (["sweep", "nano", "--n", "4"], "-n or --limit"),
-        (["train", "nano", "--eval-n", "4"], "-n or --limit"),
-        (["train", "nano", "--prompts", "4"], "--problems"),
-        (["guide", "d.json", "--output", "a.yaml"], "-o or --out"),
-    ],
-)
-def test_an_old_spelling_is_answered_with_the_new_one(words, now, tmp_path):
-    done = shaketable(tmp_path, *words)
-    assert (done.code, done.stdout) == (2, "")
-    assert done.stderr == f"error: {words[2]} is spelled {now} now\n"
-
-
 def test_a_verb_replaces_what_it_wrote_for_this_model_and_nothing_else(tmp_path):
     def inspect(model, *words):
         return shaketable(tmp_path, "inspect", model, "--json", "out.json", *words)
@@ -85,12 +70,6 @@ def test_a_verb_replaces_what_it_wrote_for_this_model_and_nothing_else(tmp_path)
     (tmp_path / "out.json").write_text('{"mine": 1}')
     assert inspect("smollm2-135m").code == 2
     assert (tmp_path / "out.json").read_text() == '{"mine": 1}'
-
-
-def test_an_unwritable_file_is_found_before_the_work(tmp_path):
-    done = shaketable(tmp_path, "locate", "nano", "--html", "none/out.html")
-    assert (done.code, done.stdout) == (2, "")
-    assert done.stderr == "error: cannot write none/out.html: its folder does not exist\n"
 
 
 def test_what_plans_and_studies_can_name_is_listed(tmp_path):

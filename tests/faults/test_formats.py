@@ -91,15 +91,6 @@ def test_midpoints_round_to_the_even_code(grid):
     assert torch.equal(ties, even)
 
 
-@each_grid
-def test_just_beside_a_midpoint_rounds_to_the_near_code(grid):
-    dtype, rounded, _ = GRIDS[grid]
-    points = finite_codes(dtype)
-    middle = (points[1:] + points[:-1]) / 2
-    assert torch.equal(rounded(torch.nextafter(middle, torch.tensor(INF))), points[1:])
-    assert torch.equal(rounded(torch.nextafter(middle, torch.tensor(-INF))), points[:-1])
-
-
 @both_dtypes
 @each_fp8
 def test_every_bfloat16_value_is_cast_as_ml_dtypes_casts_it(kind, dtype):
@@ -108,13 +99,6 @@ def test_every_bfloat16_value_is_cast_as_ml_dtypes_casts_it(kind, dtype):
     wanted = cast(x.float().clamp(-largest, largest), ml).to(dtype)
     assert wanted.isnan().sum() == 254
     assert same(quantized(kind, x, scope="none"), wanted)
-
-
-@each_fp8
-def test_float32_values_are_cast_as_ml_dtypes_casts_them(kind):
-    ml, largest = FP8[kind]
-    x = random_blocks(4000, 32, -22, 18, torch.float32)
-    assert same(quantized(kind, x, scope="none"), cast(x.clamp(-largest, largest), ml))
 
 
 @pytest.mark.parametrize("scope", ["tensor", "token", "block"])
@@ -186,14 +170,6 @@ def mxfp4_by_torchao(x: Tensor) -> tuple[Tensor, Tensor]:
     """torchao's values, and its scale bytes."""
     scale, data = mx.to_mx(x, torch.float4_e2m1fn_x2, 32, mx.ScaleCalculationMode.FLOOR)
     return mx.to_dtype(data, scale, torch.float4_e2m1fn_x2, 32, x.dtype), scale.view(torch.uint8)
-
-
-@each_route
-def test_mxfp4_keeps_all_16_codes_at_every_scale(route):
-    grid = codes(E2M1)
-    for exponent in (-125, -60, 0, 60, 120):
-        x = (grid * 2.0**exponent).repeat(2)
-        assert same(route(x), x)
 
 
 @each_route
@@ -291,26 +267,12 @@ def test_nvfp4_random_blocks_as_torchao(dtype):
         assert same(quantized("nvfp4", x), nvfp4_by_torchao(x))
 
 
-@both_dtypes
-def test_nvfp4_own_dequantization_of_torchao_agrees(dtype):
-    """`NVFP4Tensor.dequantize` is the same as our reading of torchao's codes and scales."""
-    x = random_blocks(8, 64, -3, 3, dtype)
-    whole = nv.per_tensor_amax_to_scale(x.abs().amax())
-    assert same(nv.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=whole).dequantize(dtype), nvfp4_by_torchao(x))
-
-
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_nvfp4_nan_and_infinity_spoil_the_tensor_here_and_in_torchao(bad):
     x = torch.ones(2, 32)
     x[1, 5] = bad
     assert quantized("nvfp4", x).isnan().all()
     assert nvfp4_by_torchao(x).isnan().all()
-
-
-def test_torchao_makes_nan_of_a_zero_tensor_and_we_do_not():
-    x = torch.tensor([[0.0, -0.0] * 8])
-    assert nvfp4_by_torchao(x).isnan().all()
-    assert same(quantized("nvfp4", x), x)
 
 
 @pytest.mark.parametrize("amax", [1e-45, 1e-40, 1e-38, 1e-36, 1e-35, 1e-34, 1e-33])
@@ -349,14 +311,6 @@ def test_relative_rms_error_on_gaussian_data(kind, error):
     assert float(found) == pytest.approx(error, rel=0.01)
 
 
-@each_format
-def test_zeros_keep_their_sign(kind):
-    x = torch.tensor([0.0, -0.0, 1.0, -1.0]).repeat(8)
-    y = quantized(kind, x)
-    assert torch.equal(y.signbit(), x.signbit())
-    assert (y[x == 0] == 0).all()
-
-
 # Stochastic rounding
 
 
@@ -386,14 +340,6 @@ def test_stochastic_rounding_is_unbiased_and_lands_on_neighbours(kind):
     assert (draws == below).any(0)[moved].all()
 
 
-@each_format
-def test_stochastic_rounding_is_keyed(kind):
-    fault, x, _ = stochastic_case(kind)
-    assert same(fault.apply(x, Draw(7)), fault.apply(x, Draw(7)))
-    assert not same(fault.apply(x, Draw(7)), fault.apply(x, Draw(8)))
-    assert not fault.is_steady
-
-
 @each_grid
 def test_stochastic_rounding_never_moves_a_value_that_is_on_the_grid(grid):
     """The remainder is 0, so the probability is: even the largest uniform number below 1 must not carry."""
@@ -401,11 +347,3 @@ def test_stochastic_rounding_never_moves_a_value_that_is_on_the_grid(grid):
     x = codes(dtype)
     for noise in (0.0, 0.5, 1 - 2.0**-24):
         assert same(rounded(x, torch.full_like(x, noise)), x.clamp(-largest, largest))
-
-
-@pytest.mark.parametrize("power", [-110, -116, 100])
-def test_nvfp4_does_not_depend_on_the_size_of_a_tensor(power):
-    """As long as the tensor's own scale is a normal number of float32; 2⁻¹¹⁶ is the last power of which it is one."""
-    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
-    x[0, 0] = 3.0
-    assert same(quantized("nvfp4", x * 2.0**power), quantized("nvfp4", x) * 2.0**power)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.io.locks import FOLDER, held, is_held, is_taken, take
+from shaketable.io.locks import FOLDER, held, is_held
 
 pytestmark = pytest.mark.attack("two processes on one study")
 
@@ -37,20 +37,6 @@ def test_a_disk_without_locks_is_one_line_and_nobody_is_taken_for_a_worker(tmp_p
     with pytest.raises(ShaketableError, match=r"cannot lock .*one: No locks available"), held(tmp_path, "one"):
         pass
     assert not is_held(tmp_path, "one")
-
-
-def test_who_waits_gets_the_lock_when_the_other_is_done(tmp_path):
-    path = tmp_path / "lock"
-    with path.open("w") as mine, path.open("w") as theirs:
-        assert take(mine) and is_taken(path) and not take(theirs)
-        threading.Timer(0.05, mine.close).start()
-        assert take(theirs, 5.0)
-    assert not is_taken(path) and not is_taken(path / "no such folder") and not is_taken(tmp_path / "other")
-
-
-def test_a_lock_can_be_taken_before_there_is_a_store(tmp_path):
-    with held(tmp_path / "not" / "yet", "one") as mine:
-        assert mine
 
 
 @pytest.mark.parametrize(("wait", "gets"), [(30.0, True), (0.0, False)])

@@ -58,21 +58,6 @@ def test_a_file_that_cannot_be_written_is_told_once_and_has_everything_later(kep
     assert json.loads(file.path.read_text()) == {"n": 2}
 
 
-def test_a_write_that_breaks_off_leaves_what_was_there(kept, tmp_path, monkeypatch):
-    content, path = {"a": 1}, tmp_path / "file.json"
-    file = kept(path, lambda: dict(content))
-
-    def half(self, text, **_):
-        with self.open("w") as file:
-            file.write(text[:3])
-        raise OSError(28, "no space left")
-
-    monkeypatch.setattr(type(path), "write_text", half)
-    content["a"] = 2
-    file.try_flush()
-    assert path.read_text() == '{"a": 1}'
-
-
 @pytest.mark.attack("full disks")
 def test_a_merged_ledger_that_cannot_be_written_is_one_line_and_none_is_torn(tmp_path, monkeypatch):
     def folder_of(at):

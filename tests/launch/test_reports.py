@@ -24,23 +24,6 @@ def test_a_model_in_which_nothing_matches_is_named_at_its_first_call(tmp_path):
     assert printed.index(first) < printed.index("pass 0"), "before the first pass is over"
 
 
-@pytest.mark.slow
-def test_what_attention_hides_from_a_clause_is_told_at_the_first_call_of_the_model(tmp_path):
-    code, ledger, printed = under_plan(tmp_path / "l", "gain:0.1@op.matmul", *program(SILENT, "attention"))
-    assert code == 0
-    (line,) = notices(printed)
-    hidden = "attention is one kernel (sdpa), inside of which its two matrix products (op.matmul) cannot be hit"
-    assert f"gain:0.1@op.matmul in LlamaForCausalLM: {hidden}; load the model with attn_implementation=eager" in line
-    assert printed.index(line) < printed.index("pass 0")
-    assert ledger["sites"][0]["notes"][0].startswith(hidden)
-
-
-def test_the_ledger_notes_what_is_not_covered(tmp_path):
-    note = "lm_head was never called: its product, if there was one, is not covered"
-    _, ledger, _ = under_plan(tmp_path / "l", "gain:0.1@module.lm_head;gain:0.1@module.linear", *program(SILENT, "head"))
-    assert any(line.startswith(note) for line in ledger["sites"][0]["notes"]), ledger["sites"][0]
-
-
 @pytest.mark.parametrize(
     ("kind", "plan", "said"),
     [
@@ -60,16 +43,6 @@ def test_a_clause_that_does_nothing_is_told_after_the_first_passes(tmp_path, kin
     (line,) = notices(printed)
     assert re.search(said, line)
     assert printed.index(line) < printed.index("end\n"), "not when the program is over"
-
-
-@pytest.mark.slow
-def test_a_backward_clause_is_told_when_an_optimizer_steps(tmp_path):
-    plan = "gain:0.1@module.0,direction=backward"
-    code, _, printed = under_plan(tmp_path / "l", plan, *program(SILENT, "frozen"))
-    assert code == 3
-    (line,) = notices(printed)
-    assert re.search(r"was on in \d passes and never fired", line)
-    assert printed.index(line) < printed.index("end\n")
 
 
 @pytest.mark.slow

@@ -104,17 +104,6 @@ def test_an_idle_process_is_named_with_the_reason_if_there_is_one(left, more, wh
     )
 
 
-def test_workers_that_are_alike_share_a_line(left):
-    alike = [process(n, phases=[], place="loader") for n in range(2, 14)]
-    line = "12 processes (loader) imported torch but injected nothing (it called no model)"
-    assert line in left(acts(), *alike).warnings
-
-
-def test_reasons_of_engines_are_given_once_each(left):
-    found = left(acts(1, refused="b"), acts(2), acts(3, refused="a"), acts(4, refused="b"), acts(5, refused=...))
-    assert found.refused == found.to_dict()["refused"] == ["b", "a"]
-
-
 # ---- processes without the plan
 
 
@@ -203,11 +192,6 @@ def test_a_folder_of_another_run_is_refused(tmp_path, name):
     (tmp_path / "deep" / name).write_text("{}")
     with pytest.raises(PlanError, match="holds the ledger of another run; name another folder, nothing is overwritten"):
         new_folder(tmp_path / "deep")
-
-
-def test_a_folder_that_the_program_deleted_is_made_again(tmp_path):
-    folder = tmp_path / "a" / "b"
-    assert collect(folder, ["true"], 0).ledger is None and (folder / "ledger.json").is_file()
 
 
 # ---- the program itself

@@ -53,22 +53,3 @@ def test_every_short_process_is_counted_once(tmp_path):
     assert ledger["forward"] == sum(1 + n % 3 for n in callers)
     assert ledger["processes"] == len(callers) == len(list((tmp_path / "l").glob("process-*.json")))
     assert not list((tmp_path / "l").glob("*.draft"))
-
-
-@pytest.mark.slow
-def test_many_forks_of_one_process_are_counted_once(tmp_path):
-    forks = 4 if MANY < 1000 else 40
-    body = (
-        "import os, sys, torch\nm = torch.nn.Linear(4, 4)\nm(torch.ones(1, 4))\n"
-        f"for n in range({forks}):\n"
-        "    child = os.fork()\n"
-        "    if child == 0:\n"
-        "        m(torch.ones(1, 4)); sys.exit(0)\n"
-        "    assert os.waitpid(child, 0)[1] == 0\n"
-    )
-    plan = ["--plan", "relative_gaussian:0.05@module.linear", "--ledger", str(tmp_path / "l")]
-    words = [sys.executable, "-m", "shaketable", "run", *plan, "--", sys.executable, "-c", body]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=3000)
-    assert done.returncode == 0, done.stderr[-2000:]
-    ledger = json.loads((tmp_path / "l" / "ledger.json").read_text())
-    assert [w["forward"] for w in ledger["workers"]] == [1] * (forks + 1)

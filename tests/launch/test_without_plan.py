@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from shaketable.launch.run import collect
 from tests import slow
 from tests.launch.under_run import LINEAR, PROGRAMS, program, under_plan
 
@@ -64,11 +63,3 @@ def test_children(tmp_path, kind, plan, code):
     assert len(lines) == (code == 3)
     if kind in ("subprocess", "serve"):
         assert any("imported torch but injected nothing (it called no model)" in line for line in ledger["warnings"])
-
-
-def test_a_child_with_another_model_is_an_error_and_allow_inert_accepts_it(tmp_path):
-    code, ledger, printed = under_plan(tmp_path / "l", LINEAR, *program("processes_apart.py", "other_model"))
-    assert code == 3, printed
-    assert len([line for line in ledger["warnings"] if "ran without the plan" in line]) == 1
-    again = collect(tmp_path / "l", [], 0, allow_inert=True)
-    assert (again.exit_code, len(again.without_plan)) == (0, 1)

@@ -29,12 +29,6 @@ def test_the_table_has_a_row_for_every_clause():
         assert word in text
 
 
-def test_survival_rate_of_a_dead_zone():
-    site = shaken().to_dict()["sites"][1]
-    assert site["survival_rate"] == pytest.approx(1 - site["changed_fraction"], abs=1e-6)
-    assert 0 < site["survival_rate"] < 1
-
-
 def test_merging_keeps_directions_phases_and_what_was_measured_apart():
     """Ledgers of processes that did unlike things: forward here, backward there, in other phases."""
 
@@ -125,14 +119,3 @@ def test_a_tensor_whose_sample_is_all_zero_is_measured_whole():
     (found,) = Measurement.all_columns([measured])
     assert found[2:4] == [clean.numel(), clean.numel() * 3 // 4]
     assert found[7] == pytest.approx(0.1, rel=1e-4)
-
-
-def test_a_ledger_that_was_cleared_measures_its_next_fire():
-    """As a new one would; measuring thins out, so that the sixth fire is not measured otherwise."""
-    layer = nn.Linear(8, 8)
-    with st.inject(layer, "gain:0.1@module.linear") as ledger:
-        for _ in range(5):
-            layer(torch.ones(2, 8))
-        ledger.clear()
-        layer(torch.ones(2, 8))
-        assert (ledger.forward, ledger.sites[0].measured().fires) == (1, 1)

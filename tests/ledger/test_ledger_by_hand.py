@@ -9,7 +9,7 @@ from torch import nn
 import shaketable as st
 from shaketable.errors import InertError
 from shaketable.ledger.ledger import Ledger, Measured, SiteLedger, Spot
-from shaketable.ledger.table import build_table, ledger_table, remarks
+from shaketable.ledger.table import ledger_table, remarks
 
 
 def clause(*spots, site="layer.0", fault="gain:1", asked=1.0, **more):
@@ -53,10 +53,6 @@ def test_a_magnitude_is_off_by_a_tenth_and_by_more_than_chance(magnitudes, asked
     assert found.remark() == found.to_dict()["remark"] == (None if said is None else said + why)
 
 
-def test_spots_that_are_each_sure_of_another_magnitude_are_not_sure_together():
-    assert clause(read(1.0, 1.0), read(3.0, 3.0, name="b")).remark() is None
-
-
 @pytest.mark.parametrize(
     ("spots", "asked", "line"),
     [
@@ -87,14 +83,6 @@ def test_a_magnitude_that_changed_is_averaged_by_how_often_each_was_read(mine, t
     parts = [ledger(clause(read(*magnitudes), asked=wanted)) for magnitudes, wanted in (mine, theirs)]
     assert Ledger.merge(parts).sites[0].asked == asked
     assert parts[0].sites[0].asked == mine[1], "a merged ledger is left alone"
-
-
-def test_errors_of_both_directions_are_told_apart():
-    spots = Spot("a", 0, {"train": [4, 1]}, forward=Measured(fires=4, square=1.0), backward=Measured(fires=1, square=4.0))
-    found = clause(spots).to_dict()
-    assert (found["measured_error"], found["measured_error_backward"]) == (0.5, 2.0)
-    only = clause(Spot("a", 0, {"train": [0, 1]}, backward=Measured(fires=1, square=4.0))).to_dict()
-    assert (only["measured_error"], only["measured_error_backward"]) == (2.0, 2.0)
 
 
 # ---- inert clauses
@@ -138,21 +126,6 @@ def test_a_file_is_json_that_people_can_read(tmp_path, kind):
     assert Ledger.load(path) == found
 
 
-def test_operators_that_were_not_met_are_not_written():
-    spots = Spot("met", 0, {"train": [1, 0]}), Spot("not met", 0)
-    for static, count in ((False, 1), (True, 2)):
-        found = clause(*spots, static=static)
-        assert found.matched == count == len(found.to_dict()["spots"])
-        assert len(Ledger.merge([ledger(found)]).sites[0].spots) == count
-
-
-def test_a_ledger_from_before_there_were_notes_is_read():
-    told = ledger(clause(read(1.0), notes=["why"])).to_dict()
-    assert Ledger.from_dict(told).sites[0].notes == ["why"]
-    del told["sites"][0]["notes"]
-    assert Ledger.from_dict(told).sites[0].notes == []
-
-
 def test_ledgers_of_other_plans_or_schemas_are_refused_by_name():
     with pytest.raises(ValueError, match=r"^ledgers of different plans do not merge: 'a' and 'b'$"):
         Ledger.merge([Ledger("a", 0, []), Ledger("b", 0, [])])
@@ -165,12 +138,6 @@ def test_ledgers_of_other_plans_or_schemas_are_refused_by_name():
 
 
 # ---- the table
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_title_says_how_many_processes_there_were(processes):
-    title = build_table(ledger(clause(read(1.0)), processes=processes)).title
-    assert title == "Ledger · seed 0 · noise by torch" + (" · 2 processes" if processes == 2 else "")
 
 
 def test_the_text_is_as_wide_as_a_page_whatever_the_terminal_and_loses_nothing_of_a_plan(monkeypatch):

@@ -1,7 +1,6 @@
 """What a newcomer relies on before reading code: the lock file is complete, `make` says what it can do, CI is one script."""
 
 import re
-import subprocess
 import tomllib
 from importlib.metadata import PackageNotFoundError, requires
 
@@ -41,30 +40,11 @@ def test_the_lock_file_has_everything():
     assert needed() - pinned == set()
 
 
-def test_make_alone_lists_what_people_use_and_help_all_every_target():
-    def told(*words):
-        done = subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, check=True)
-        return dict(re.findall(r"^  make (\S+) +(\S.*)$", done.stdout, re.MULTILINE))
-
-    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
-    assert set(told("help-all")) == {*targets} - {"help"}
-    assert {"demo", "test", "help-all"} < set(told()) < set(targets)
-    assert len(told()) <= 10
-
-
 def test_the_workflow_does_what_ci_does_and_ci_builds_the_site():
     steps = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]["ci"]["steps"]
     assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
     for target in ("test-all", "docs"):
         assert re.search(rf"^(?:exec )?make .*\b{target}\b", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-
-
-def test_the_folders_of_the_repository_are_explained():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    top = {path.split("/")[0] + "/" for path in listed if "/" in path}
-    inner = {path.split("/")[2] + "/" for path in listed if path.startswith("src/shaketable/") and path.count("/") > 2}
-    assert [name for name in sorted(top | inner) if f"`{name}`" not in text] == []
 
 
 def test_the_tests_mirror_the_package():

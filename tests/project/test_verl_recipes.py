@@ -52,17 +52,6 @@ def test_what_has_a_fault_runs_under_shaketable_run_and_is_validated_both_ways(t
     assert keys["+shaketable.validate"] == "both"
 
 
-def test_baseline_is_verl_alone(tmp_path):
-    _, lines, keys = recipe("baseline.sh", tmp_path)
-    assert lines[:2] == ["-m", "verl.trainer.main_ppo"]
-    assert not any("shaketable." in key for key in keys)
-
-
-def test_aqn_by_epochs_is_that_of_the_documents(tmp_path):
-    keys = recipe("aqn_epoch_aware.sh", tmp_path)[2]
-    assert keys["+shaketable.aqn"] == "'epoch_aware:0.05-0.01+0.01-0.0005'"
-
-
 @pytest.mark.parametrize(("target", "layers"), [("fault", ",layers=3"), ("all", ""), ("healthy", ",layers=0-2+4-7")])
 def test_guided_aqn_is_guided_by_the_fault(tmp_path, target, layers):
     """The layer that locate finds is the one that gets the noise: Model A of the origin's design."""
@@ -96,14 +85,3 @@ def test_each_experiment_and_seed_has_a_folder_of_its_own_and_a_repeated_command
         found.append(recipe(script, tmp_path, *more, **environment)[2]["trainer.default_local_dir"])
     assert len(set(found)) == len(asked)
     assert found[0] == found[-1]
-
-
-def test_a_seed_is_that_of_all_randomness(tmp_path):
-    keys = recipe("operator_noise.sh", tmp_path, SEED="7")[2]
-    assert {keys[k] for k in ("data.seed", "actor_rollout_ref.rollout.seed", "+shaketable.seed")} == {"7"}
-
-
-def test_what_study_add_reads_is_written_beside_the_checkpoints(tmp_path):
-    keys = recipe("baseline.sh", tmp_path)[2]
-    assert keys["trainer.validation_data_dir"] == keys["trainer.default_local_dir"] + "/validation"
-    assert keys["trainer.logger"] == '["console","file"]'

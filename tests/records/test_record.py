@@ -1,7 +1,6 @@
 """The run record: append-only, whole lines, nothing overwritten, also when the disk is full or the process is killed."""
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ import pytest
 from shaketable.errors import ShaketableError
 from shaketable.io import replacing
 from shaketable.records.environment import gather
-from shaketable.records.record import FILE, SCHEMA, SEAL, RunRecord, put_in_place, unique_folder
+from shaketable.records.record import FILE, SCHEMA, SEAL, RunRecord, put_in_place
 
 
 def record_in(folder, **config):
@@ -42,18 +41,6 @@ def test_the_first_line_says_what_the_run_is(tmp_path):
     assert head["environment"] == {"python": "3"}
     assert head["about"] == {} and len(head.pop("sha")) == 16
     assert RunRecord.open(record.folder, "train").head == head == record.head
-
-
-def test_every_event_is_appended_and_nothing_before_it_changes(tmp_path):
-    record = record_in(tmp_path)
-    states = [content(record)]
-    for step in range(3):
-        record.append("step", step=step, loss=0.5)
-        states.append(content(record))
-        assert states[-1].startswith(states[-2]) and states[-1].endswith(b"\n")
-    assert [e["step"] for e in record.events("step")] == [0, 1, 2]
-    assert [e["event"] for e in record.events()] == ["run", "step", "step", "step"]
-    assert [e["event"] for e in record.events("run", "evaluation")] == ["run"]
 
 
 def test_an_event_is_on_disk_when_append_returns(tmp_path, monkeypatch):
@@ -90,15 +77,6 @@ def test_a_resumed_run_voids_what_it_does_again_and_nothing_else(tmp_path):
     assert record.events("evaluation") == []
     assert [e["event"] for e in record.events("run", "resolved", "note", "resumed")] == ["run", "resolved", "note", "resumed"]
     assert content(record).count(b'"event": "step"') == 5, "voided lines stay in the file"
-
-
-def test_a_run_resumed_before_its_first_step_does_all_of_it_again(tmp_path):
-    record = record_in(tmp_path)
-    record.append("evaluation", step=0)
-    record.append("warning", step=0, text="…")
-    record.resumed(-1)
-    record.resumed(-1)
-    assert [e["event"] for e in record.events()] == ["run", "resumed", "resumed"]
 
 
 def test_origin_18_a_run_is_never_put_over_another(tmp_path):
@@ -142,13 +120,6 @@ def test_what_is_not_a_run_cannot_be_resumed(tmp_path, lines, why):
         RunRecord.open(tmp_path, "train")
 
 
-def test_a_run_of_another_verb_cannot_be_resumed(tmp_path):
-    record_in(tmp_path)
-    with pytest.raises(ShaketableError, match="no run of `shaketable sweep`"):
-        RunRecord.open(tmp_path, "sweep")
-    assert RunRecord.open(tmp_path).head["verb"] == "train"
-
-
 # --- the chain ------------------------------------------------------------------------------------------------------------
 
 
@@ -173,13 +144,6 @@ def test_the_chain_is_sha256_as_anybody_can_compute_it(tmp_path):
         previous = hashlib.sha256((previous + body + "}").encode()).hexdigest()[:16]
         assert sha == previous
     assert json.loads((tmp_path / SEAL).read_text())["sha"] == previous
-
-
-def test_readers_see_no_link_but_an_event_keeps_a_sha_of_its_own(tmp_path):
-    record = record_in(tmp_path)
-    record.append("model", sha="mine")
-    record.append("finished")
-    assert [e.get("sha") for e in record.events()] == [None, "mine", None]
 
 
 @pytest.mark.attack("tampered records")
@@ -253,12 +217,6 @@ def test_two_hands_on_one_record_make_one_chain(tmp_path):
     other.append("step", step=2, text="x" * 200_000)
     one.append("step", step=3)
     assert [e["event"] for e in RunRecord.open(tmp_path).events()] == ["run", "attempt", "step", "failed", "step", "step"]
-
-
-def test_text_that_is_no_unicode_comes_back(tmp_path):
-    record = record_in(tmp_path)
-    record.append("failed", error="no file \udcff")
-    assert RunRecord.open(tmp_path).events("failed")[0]["error"] == "no file \udcff"
 
 
 # --- the seal -------------------------------------------------------------------------------------------------------------
@@ -336,18 +294,6 @@ def test_busy_sees_who_works_and_harms_nobody(tmp_path):
     assert not other.busy()
 
 
-@pytest.mark.attack("two processes on one study")
-def test_who_only_looks_keeps_nobody_from_working(tmp_path, monkeypatch):
-    record = record_in(tmp_path)
-    with record.alone():
-        pass
-    look = (tmp_path / ".lock").open("rb")
-    fcntl.flock(look, fcntl.LOCK_SH)
-    monkeypatch.setattr("time.sleep", lambda seconds: look.close())
-    with record.alone():
-        assert look.closed and RunRecord.open(tmp_path).busy()
-
-
 @pytest.mark.attack("read-only folders")
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     record = record_in(tmp_path / "run")
@@ -402,21 +348,6 @@ def test_a_disk_that_takes_half_a_line_leaves_the_record_whole(tmp_path):
     assert [(e["event"], e.get("step")) for e in lines] == [("run", None), ("step", 1), ("step", 3)]
 
 
-def test_a_new_name_is_one_that_nobody_has_used(tmp_path):
-    names = []
-    for _ in range(4):
-        folder = unique_folder(tmp_path, "train-nano")
-        assert not folder.exists() and folder.parent == tmp_path and folder.name.startswith("train-nano-")
-        folder.mkdir()
-        names.append(folder.name)
-    assert len(set(names)) == 4
-
-
-def test_the_record_imports_no_torch():
-    code = "import sys, shaketable.records.record; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False"]
-
-
 # --- the revision in a record's environment -------------------------------------------------------------------------------
 
 
@@ -451,19 +382,3 @@ def test_what_is_put_in_place_survives_a_power_cut(tmp_path, monkeypatch):
     put_in_place(tmp_path / "seal", "{}")
     assert [there for _, there in synced] == [False, True] and synced[1][0] == tmp_path
     assert (tmp_path / "seal").read_text() == "{}"
-
-
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_numbers_that_are_not_finite_are_null_wherever_they_stand(tmp_path, kind):
-    record = RunRecord.create(tmp_path / "run", "train", {}, {})
-    record.append("step", values=kind([1.0, float("nan"), {"a": kind([float("inf")])}]))
-    assert record.events("step")[0]["values"] == [1.0, None, {"a": [None]}]
-
-
-def test_the_event_that_ended_a_run_is_the_last_of_its_kind_and_one_that_has_not_ended_says_how_to_go_on(tmp_path):
-    record = record_in(tmp_path / "run")
-    with pytest.raises(ShaketableError) as raised:
-        record.finished()
-    assert str(raised.value) == f"the run in {record.folder} is not finished; resume it with --resume {record.folder}"
-    record.append("finished", score=3)
-    assert record.finished()["score"] == 3 == RunRecord.open(record.folder).finished()["score"]

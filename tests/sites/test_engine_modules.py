@@ -7,7 +7,6 @@ from torch import nn
 from shaketable.errors import NoMatchError, PlanError
 from shaketable.inject.injection import Injection
 from shaketable.plan import Plan
-from shaketable.sites.engine_modules import shard_of
 from shaketable.sites.match import targets
 from shaketable.sites.structure import Anatomy
 from tests.sites.role_counts import role_counts
@@ -80,10 +79,6 @@ def test_ranks_have_noise_of_their_own_on_shards_and_the_same_on_what_all_hold(m
         return found
 
     assert torch.equal(hit(0), hit(1)) is not differs
-
-
-def test_a_single_rank_has_the_keys_of_any_other_model():
-    assert {shard_of(m, p) for m in (Column(4, 0, 1), Row(4, 0, 1)) for p in ("input", "output", "weight")} == {""}
 
 
 class Experts(nn.Module):

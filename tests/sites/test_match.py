@@ -80,10 +80,6 @@ def test_what_a_site_means(site, wanted):
     assert names(site) == wanted
 
 
-def test_all_takes_what_is_included_too():
-    assert set(names("module.all,include=lm_head+embedding")) - set(names("module.all")) == {"lm_head", "embed_tokens"}
-
-
 def test_every_module_is_a_target_at_every_point_of_the_clause():
     assert [(t.part.name, t.point) for t in found("module.up_proj,point=weight+input,layers=0")] == [
         ("layers.0.up_proj", "weight"),
@@ -135,14 +131,3 @@ def test_a_model_without_layers_has_none_to_name(site):
     with pytest.raises(NoMatchError) as refused:
         found(site, anatomy=Anatomy.of(nn.Linear(2, 2)))
     assert str(refused.value) == f"{site}: Linear has no decoder layers"
-
-
-def test_of_several_modules_the_one_that_cannot_be_faulty_is_named():
-    """A linear beside the experts of an engine, whose router reads the same input."""
-    runner = type("MoERunner", (nn.Module,), {"__module__": "vllm.model_executor.layers"})
-    model = nn.Module()
-    model.first, model.experts = type("RowLinear", (nn.Linear,), {"__module__": "vllm.x"})(2, 2), runner()
-    model.experts.gate = nn.Linear(2, 2)
-    with pytest.raises(PlanError) as refused:
-        found("module.linear,point=input", anatomy=Anatomy.of(model))
-    assert "'experts' cannot be faulty there: the router reads the same input inside of it" in str(refused.value)

@@ -148,13 +148,6 @@ def test_a_router_is_a_product_of_that_name_in_a_mixture(name):
         assert role(nn.Linear(2, 2), f"mlp.{name}") == "linear", "without experts it is a product"
 
 
-@pytest.mark.parametrize("class_", ["MixtralTopKRouter", "Router", "RouterLinear"])
-def test_a_router_is_known_by_its_class_in_a_mixture(class_):
-    bare = around(nn.Linear(2, 2), name=class_)
-    assert role(bare, "mlp.choose", experts=nn.Linear(2, 2)) == "router"
-    assert role(bare, "mlp.choose") is None
-
-
 @pytest.mark.parametrize(
     ("module", "path", "weights"),
     [
@@ -250,14 +243,6 @@ def test_a_module_under_fsdp2_has_the_class_that_it_had():
     assert roles(model)["x"] == "attention"
     clause = Plan.parse("gain:1@module.LlamaAttention").clauses[0]
     assert [t.part.name for t in targets(clause, Anatomy.of(model))] == ["x"]
-
-
-def test_layers_behind_fsdp1_are_counted_and_found_beside_plain_ones():
-    plain = block()
-    wrapped = around(_fsdp_wrapped_module=block(), name="FullyShardedDataParallel")
-    anatomy = Anatomy.of(around(layers=nn.ModuleList([plain, wrapped])))
-    assert anatomy.layers == [plain, wrapped._fsdp_wrapped_module]
-    assert {p.name: p.layer for p in anatomy.parts if p.role == "linear"} == {"layers.0.0": 0, "layers.1.0": 1}
 
 
 @pytest.mark.parametrize("wrap", ["module", "_orig_mod", "_fsdp_wrapped_module"])
