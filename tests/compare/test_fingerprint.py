@@ -1,5 +1,6 @@
 """Fingerprints: what is in them, and what is refused."""
 
+import copy
 import json
 import struct
 
@@ -67,7 +68,6 @@ def test_metadata_says_what_was_run_and_on_what(made):
     assert about.prompts == ["a", "b"]
     assert about.versions["torch"] == str(torch.__version__)
     assert set(about.switches) == {"float32_matmul_precision", "cuda_tf32"}
-    assert about.unsteady == []
 
 
 def test_every_operator_s_input_and_output_is_there(made, tiny_llama):
@@ -96,14 +96,7 @@ def test_operators_inside_of_stacked_experts_are_left_out():
     assert not any("mlp.experts" in label for label in made.about.layers[0])
 
 
-def test_an_argument_made_from_hidden_states_is_named(tiny_llama):
-    model = tiny_llama.model
-    original = model.rotary_emb.forward
-    model.rotary_emb.forward = lambda x, *rest, **more: tuple(part + x.mean() for part in original(x, *rest, **more))
-    assert fingerprint(tiny_llama, input_ids=IDS).about.unsteady == ["position_embeddings"]
-
-
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.5, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
 def test_a_truncated_file_is_refused(path, share):
     raw = path.read_bytes()
     path.write_bytes(raw[: int(len(raw) * share)])
@@ -111,7 +104,7 @@ def test_a_truncated_file_is_refused(path, share):
         read_fingerprint(path)
 
 
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9999])
+@pytest.mark.parametrize("share", [0.5, 0.9999])
 def test_a_flipped_byte_is_refused(path, share):
     raw = bytearray(path.read_bytes())
     raw[int(len(raw) * share)] ^= 0x40
@@ -146,9 +139,9 @@ class Bomb:
 
 @pytest.mark.parametrize("archive", [True, False])
 @pytest.mark.attack("hostile inputs")
-def test_a_pickle_is_named_and_never_opened(tmp_path, archive):
+def test_a_pickle_is_refused_and_never_opened(tmp_path, archive):
     torch.save({"x": Bomb()}, tmp_path / "x.pt", _use_new_zipfile_serialization=archive)
-    with pytest.raises(FingerprintError, match="never loaded"):
+    with pytest.raises(FingerprintError, match="not a safetensors file"):
         read_fingerprint(tmp_path / "x.pt")
 
 
@@ -178,6 +171,8 @@ def test_another_model_is_refused(made, tiny_llama, tinier_llama):
     check_same_model(made.about, tiny_llama)
     with pytest.raises(FingerprintError, match="number of layers is 4, not 2"):
         check_same_model(made.about, tinier_llama)
+    with pytest.raises(FingerprintError, match="dtype is float32, not bfloat16"):
+        check_same_model(made.about, copy.deepcopy(tiny_llama).to(torch.bfloat16))
     tiny_llama.config.rms_norm_eps *= 2
     with pytest.raises(FingerprintError, match="config"):
         check_same_model(made.about, tiny_llama)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from shaketable.compare.compare import ComparisonRow, DeviceComparison, LayerRow
-    from shaketable.compare.fingerprint import Fingerprint
 
 SHOWN = 20
 SIDES = {"here": "here", "stored": "in the file", "both": "both", "": ""}
@@ -69,7 +69,6 @@ def compare(
     ],
     model: ModelArgument,
     device: DeviceOption = "auto",
-    dtype: Annotated[str | None, typer.Option(help="A dtype other than the file's; its tensors are cast.")] = None,
     attention: Annotated[str | None, typer.Option(help="eager or sdpa; the file's own by default.")] = None,
     plan: Annotated[str | None, typer.Option(help="Plant this plan on the model first, to see it measured.")] = None,
     plan_out: PlanOutOption = None,
@@ -90,48 +89,22 @@ def compare(
     outputs = OutputFiles("compare", model, json_file, html_file, others=[plan_out], reads=[fingerprint], force=force)
     planted = None if plan is None else Plan.load(plan)
 
+    from shaketable.cli.loading import load
+    from shaketable.compare.compare import compare as replay
     from shaketable.compare.fingerprint import read_fingerprint
+    from shaketable.inject import inject
 
     file = read_fingerprint(fingerprint)
-    loaded = _load(file, model, device, dtype, attention, layers, allow_code)
-    found = _replay(file, loaded, planted, layers)
+    about = file.about
+    loaded, _ = load(model, device, about.dtype, attention or about.attention, allow_code)
+    with progress_bar() as (bar, _), nullcontext() if planted is None else inject(loaded, planted):
+        found = replay(file, loaded, layers=layers, progress=bar.layers)
     text = found.plan_text()
     if plan_out is not None and text is not None:
         write(plan_out, text)
     outputs.save(found.to_dict, lambda: _page(found))
     _show(found, plan_out, text is not None)
     raise typer.Exit(found.exit_code)
-
-
-def _load(
-    file: Fingerprint,
-    model: str,
-    device: str,
-    dtype: str | None,
-    attention: str | None,
-    layers: str | None,
-    allow_code: bool,
-) -> Any:
-    """The model in the file's dtype, checked to be the same one; then in the dtype that was asked for."""
-    from shaketable.cli.loading import load
-    from shaketable.compare.fingerprint import check_same_model
-
-    about = file.about
-    loaded, _ = load(model, device, about.dtype, attention or about.attention, allow_code)
-    if dtype is None or dtype == about.dtype:
-        return loaded
-    check_same_model(about, loaded, layers)
-    return load(model, device, dtype, attention or about.attention, allow_code)[0]
-
-
-def _replay(file: Fingerprint, model: Any, planted: Any, layers: str | None) -> DeviceComparison:
-    from contextlib import nullcontext
-
-    from shaketable.compare.compare import compare
-    from shaketable.inject import inject
-
-    with progress_bar() as (bar, _), nullcontext() if planted is None else inject(model, planted):
-        return compare(file, model, layers=layers, progress=bar.layers)
 
 
 def _show(found: DeviceComparison, plan_out: Path | None, has_plan: bool) -> None:

@@ -11,8 +11,7 @@ chain consists of IEEE operations, and otherwise, with attention in it, within
 
     (16u + (1024 + 64·tokens)·2^-24) · max|y| of its token
 
-which allows for the angle of the rotation being off by an ulp at the last position. When the dtype differs from the file's, its
-tensors are cast, and only this device is judged.
+which allows for the angle of the rotation being off by an ulp at the last position.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from shaketable.capture.recorder import Record, Recording, main_result, watched
 from shaketable.capture.reference import Reference, describe
 from shaketable.capture.trace import Arguments, LayerCall, as_deployed, record_layer, trace, unwrapped
 from shaketable.compare.fingerprint import Fingerprint, Progress, check_same_model, read_fingerprint
+from shaketable.faults import FaultBase
 from shaketable.faults.noise import rms
 from shaketable.locate.replay import Judgement, as_autocast, judge
 from shaketable.numerics import operators
@@ -94,7 +94,8 @@ class ComparisonRow:
     stored: int | None = 0
     """The same for the values in the file."""
     remark: str = ""
-    fits: list[Fit] = field(default_factory=list)
+    fit: Fit | None = None
+    """The best error model."""
 
     @property
     def beyond(self) -> str:
@@ -109,25 +110,12 @@ class ComparisonRow:
             return "the layer's own output"
         return self.op if self.point == "output" else f"what reaches {self.op}"
 
-    @property
-    def fit(self) -> Fit | None:
-        """The best error model."""
-        return self.fits[0] if self.fits else None
-
-    @property
-    def injectable(self) -> Fit | None:
-        """The best error model that a plan can hold; None when rounding is the best."""
-        if self.fit is None or self.fit.kind == ROUNDING:
-            return None
-        return next((f for f in self.fits if f.fault is not None), None)
-
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         facts: dict[str, Any] = {"layer": self.layer, "op": self.op, "point": self.point, "site": self.site}
         facts |= self.difference.to_dict()
         facts |= {"outside_here": self.here, "outside_stored": self.stored, "beyond": self.beyond or None}
-        fit = self.fit
-        return facts | {"remark": self.remark, "fit": None if fit is None else fit.to_dict()}
+        return facts | {"remark": self.remark, "fit": None if self.fit is None else self.fit.to_dict()}
 
 
 @dataclass
@@ -217,26 +205,23 @@ class DeviceComparison:
             "layers": [layer.to_dict() for layer in self.layers],
             "before": [r.to_dict() for r in self.before],
             "after": [r.to_dict() for r in self.after],
-            "plan": [f"{fit.fault.text()}@{row.site}" for row, fit in self.clauses() if fit.fault is not None],
+            "plan": [f"{fault.text()}@{row.site}" for row, _, fault in self.clauses()],
             "notes": self.notes,
         }
 
-    def clauses(self) -> Iterator[tuple[ComparisonRow, Fit]]:
+    def clauses(self) -> Iterator[tuple[ComparisonRow, Fit, FaultBase]]:
         """Sites with an error that can be injected, and that the dtype does not explain."""
         for row in self.rows:
             explained = not row.beyond and row.here is not None and not self.rounds_factors
-            if not explained and (fit := row.injectable) is not None:
-                yield row, fit
+            if not explained and row.fit is not None and (fault := row.fit.fault) is not None:
+                yield row, row.fit, fault
 
     def plan_text(self) -> str | None:
         """The measured errors as a plan file; None when there is nothing to inject."""
         lines: list[str] = []
-        for row, fit in self.clauses():
-            assert fit.fault is not None
+        for row, fit, fault in self.clauses():
             lines.append(f"  # measured relative error {row.difference.relative:.3e}; {fit.goodness()}")
-            if fit is not row.fit and row.fit is not None:
-                lines.append(f"  # next best: {row.fit.kind}:{row.fit.magnitude:.4g} fits better, and no plan can say it")
-            lines.append(f'  - "{fit.fault.text()}@{row.site}"')
+            lines.append(f'  - "{fault.text()}@{row.site}"')
         if not lines:
             return None
         stored, here = (f"{d['model']}, {d['dtype']} on {d['device']}, {d['date']}" for d in (self.stored, self.here))
@@ -262,7 +247,7 @@ def compare(
 
     Args:
         fingerprint: A good device's results, or the file they are in.
-        model: The same model; in the file's dtype, or in another to which the file's tensors are cast.
+        model: The same model, in the dtype of the file.
         arguments: What `forward` needs besides tokens, by name.
         layers: Path of the module that holds the decoder layers, where they are not found by themselves.
         progress: Called with (layers done, layers in all, what is done).
@@ -286,9 +271,8 @@ class _Replay:
         self.layers = layers
         self.parts = {id(p.module): p for p in Anatomy.of(model).parts}
         weight = next(model.parameters())
-        self.device, self.dtype = weight.device, weight.dtype
-        self.casts = fingerprint.about.torch_dtype != self.dtype
-        self.precision = device_precision(self.device, self.dtype)
+        self.device = weight.device
+        self.precision = device_precision(self.device, weight.dtype)
         self.stored_precision = Precision(fingerprint.about.product_input)
         self.notes: list[str] = []
 
@@ -313,28 +297,18 @@ class _Replay:
 
     def _note_conditions(self, here: dict[str, Any]) -> None:
         about = self.file.about
-        if self.casts:
-            self.notes.append(
-                f"the fingerprint is {about.dtype} and was cast to {here['dtype']}: only this device is judged by its dtype"
-            )
         if about.attention != here["attention"]:
             self.notes.append(f"attention is {here['attention']} here and was {about.attention} in the fingerprint")
         for name in ("torch", "transformers"):
             if about.versions.get(name) != here["versions"][name]:
                 self.notes.append(f"{name} is {here['versions'][name]} here and was {about.versions.get(name)}")
-        if about.unsteady:
-            given = ", ".join(about.unsteady)
-            self.notes.append(
-                f"layers are given {given}, made from hidden states: layers as a whole are not purely teacher-forced"
-            )
         self.notes += [f"here: {self.precision.note}"] if self.precision.note else []
         if about.product_input:
             self.notes.append(f"fingerprint: factors of float32 products may be rounded to {about.product_input:.1e}")
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """A stored tensor on this device, in this model's dtype where it had the other model's."""
-        dtype = self.dtype if tensor.dtype == self.file.about.torch_dtype else tensor.dtype
-        return tensor.to(self.device, dtype)
+        """A stored tensor on this device."""
+        return tensor.to(self.device)
 
     # ---- layers
 
@@ -371,9 +345,9 @@ class _Replay:
         row = ComparisonRow(layer, label, "output", self.site(path, "output"), Difference.of(y, made))
         if not row.difference.differing:
             return row
-        row.here = self._outside_of_interval(path, self.bring(x).cpu(), made.cpu(), self.precision)
-        row.stored = None if self.casts else self._outside_of_interval(path, x, y, self.stored_precision)
-        row.fits = fit_all(y, made.cpu())
+        row.here = self._outside_of_interval(path, x, made.cpu(), self.precision)
+        row.stored = self._outside_of_interval(path, x, y, self.stored_precision)
+        row.fit = best_fit(y, made)
         return row
 
     def _outside_of_interval(self, path: str, x: Tensor, y: Tensor, precision: Precision) -> int | None:
@@ -410,18 +384,17 @@ class _Between:
         self._judgement: Judgement | None = None
 
     def row(self, label: str | None, stored: Tensor, arrived: Tensor) -> ComparisonRow | None:
-        """The row of what reaches an operator, or the layer's output; None when it is what the file holds, cast if need be."""
-        stored = self.replay.bring(stored).cpu()
+        """The row of what reaches an operator, or the layer's output; None when it is what the file holds."""
         difference = Difference.of(stored, arrived)
         if not difference.differing:
             return None
         point = "output" if label is None else "input"
         path = "" if label is None else f"{self.call.name}.{label.partition('#')[0]}"
         site = f"layer.{self.call.index}" if label is None else self.replay.site(path, "input")
-        row = ComparisonRow(self.call.index, label, point, site, difference, fits=fit_all(stored, arrived.cpu()))
+        row = ComparisonRow(self.call.index, label, point, site, difference, fit=best_fit(stored, arrived))
         row.remark = self._wrong_here(arrived)
         row.here = difference.differing if row.remark else 0
-        row.stored = None if self.replay.casts else 0 if row.here else self._wrong_in_file(stored, arrived)
+        row.stored = 0 if row.here else self._wrong_in_file(stored, arrived)
         return row
 
     def _reached_from(self, starts: Callable[[int, Record], bool], ids: set[int]) -> set[int]:
@@ -466,6 +439,11 @@ def closeness(stored: Tensor, tokens: int, roundoff: float) -> Tensor:
     """Error bound of a correct result of attention, per token."""
     size = stored.double().abs().amax(-1, keepdim=True)
     return (16 * roundoff + (1024 + 64 * tokens) * ACCUMULATION) * size + TINY
+
+
+def best_fit(stored: Tensor, here: Tensor) -> Fit | None:
+    """The most likely error model of a difference."""
+    return next(iter(fit_all(stored, here)), None)
 
 
 class _Forcing:

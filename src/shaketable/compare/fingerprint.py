@@ -10,8 +10,7 @@ Stored are the inputs and outputs of every decoder layer and of every operator t
 
 An activation inside of stacked experts is left out: its rows are in the order in which the device sorts them. The head is
 called once more on the last 8 tokens alone, and that call is stored. What else a layer is given (position embeddings, masks)
-is made again where the file is replayed; a second forward with stretched embeddings checks that it does not depend on
-hidden states.
+is made again where the file is replayed.
 
 The metadata is one JSON text with the names of tensors that are stored once under several; a sha256 over it and every tensor is
 stored beside it.
@@ -31,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from shaketable.capture.recorder import Record, Recording
-from shaketable.capture.reference import Reference, check_model, describe, input_embedding
+from shaketable.capture.reference import Reference, check_model, describe
 from shaketable.capture.trace import (
     Arguments,
     LayerCall,
@@ -93,15 +92,7 @@ class Metadata(BaseModel):
     after: list[str]
     aliases: dict[str, str]
     unsteady: list[str] = []
-    """Arguments of layers, besides hidden states, that depend on hidden states."""
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
-        return _DTYPES[self.dtype]
-
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    """In older files: arguments of layers that depend on hidden states. Not read."""
 
 
 @dataclass
@@ -186,10 +177,9 @@ def fingerprint(
             store.put(f"layer.{call.index}.output", call.y)
         stored = [_store_layer(store, call, reference, len(traced.calls), progress) for call in traced.calls]
         before, after = _store_outside(store, traced, model, reference)
-        unsteady = _unsteady(traced, model, ids.to(device), reference, arguments)
         facts = describe(model, layers)
     facts |= {"model": name or type(model).__name__, "tokens": ids.shape[-1], "prompts": prompts}
-    facts |= {"layers": stored, "before": before, "after": after, "aliases": store.aliases, "unsteady": unsteady}
+    facts |= {"layers": stored, "before": before, "after": after, "aliases": store.aliases}
     return Fingerprint(Metadata.model_validate(facts), store.tensors)
 
 
@@ -269,34 +259,6 @@ def _store_outside(store: _Tensors, traced: Trace, model: nn.Module, reference: 
     return before, after
 
 
-def _unsteady(
-    traced: Trace, model: nn.Module, ids: Tensor, reference: Reference, arguments: Arguments | None = None
-) -> list[str]:
-    """Names of layer arguments that change when the embeddings are stretched, hidden states aside."""
-    hook = input_embedding(model).register_forward_hook(lambda module, args, output: output * 1.5)
-    try:
-        other = trace(model, ids, reference, arguments)
-    finally:
-        hook.remove()
-    names = set()
-    for a, b in zip(traced.calls, other.calls, strict=True):
-        theirs = dict(_arguments(b))
-        names |= {name for name, value in _arguments(a) if not _equal(value, theirs.get(name))}
-    return sorted(names)
-
-
-def _arguments(call: LayerCall) -> Iterator[tuple[str, Any]]:
-    """Everything a layer is given but hidden states."""
-    for name, value in (*enumerate(call.args), *call.kwargs.items()):
-        if value is not call.x:
-            yield str(name), value
-
-
-def _equal(a: Any, b: Any) -> bool:
-    ours, theirs = list(tensors_of(a)), list(tensors_of(b))
-    return len(ours) == len(theirs) and all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
-
-
 # ---- reading
 
 
@@ -334,16 +296,7 @@ def _open(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             # A copy, because kernels may round otherwise on memory that is not aligned.
             return file.metadata() or {}, {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise FingerprintError(f"{path} {_not_safetensors(path)}: {error}") from None
-
-
-def _not_safetensors(path: Path) -> str:
-    with path.open("rb") as file:
-        start = file.read(2)
-    pickled = start == b"PK" or (start[:1] == b"\x80" and start[1:] in (b"\x02", b"\x03", b"\x04", b"\x05"))
-    if pickled:
-        return "is a pickle or an archive of torch.save, which is never loaded; a fingerprint is a safetensors file"
-    return "is truncated, damaged or not a safetensors file"
+        raise FingerprintError(f"{path} is truncated, damaged or not a safetensors file: {error}") from None
 
 
 def _metadata(path: Path, head: dict[str, str]) -> Metadata:
@@ -377,13 +330,13 @@ def _names(about: Metadata) -> Iterator[str]:
 
 
 def check_same_model(about: Metadata, model: nn.Module, layers: str | None = None) -> None:
-    """Refuse, in one line, a model that is not the one of the fingerprint. Weights are compared in the file's dtype only."""
+    """Refuse, in one line, a model that is not the one of the fingerprint."""
     check_model(model, layers)
     here = describe(model, layers)
-    for key, what in (("model_class", "class"), ("num_layers", "number of layers"), ("hidden_size", "hidden size")):
+    for key, what in (("model_class", "class"), ("num_layers", "number of layers"), ("dtype", "dtype")):
         if getattr(about, key) != here[key]:
             raise FingerprintError(f"the fingerprint is of another model: its {what} is {getattr(about, key)}, not {here[key]}")
     if about.config_sha256 != here["config_sha256"]:
         raise FingerprintError(f"the fingerprint is of another model: the config of {about.model} was not the same")
-    if about.dtype == here["dtype"] and about.weights_sha256 != here["weights_sha256"]:
+    if about.weights_sha256 != here["weights_sha256"]:
         raise FingerprintError(f"the fingerprint is of another model: the weights of {about.model} were not the same")
