@@ -360,7 +360,6 @@ def test_json_has_every_field_and_is_strict(tmp_path):
         "not_covered",
         "cost_forwards",
         "probes",
-        "srdd",
         "evidence",
         "planted",
         "sentence",

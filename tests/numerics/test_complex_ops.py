@@ -27,7 +27,7 @@ def test_a_slice_that_is_rotated_is_healthy():
     x, angles = draw(1, 24, 72), draw(1, 24, 4, seed=1)
     found = judged(lambda x: rotated(x, angles), x)
     assert not found.violations and not found.unknown
-    assert found.coverage["mul"] == {"rows": 24, "replayed": 24, "checksums": 0}
+    assert found.coverage["mul"] == {"rows": 24, "replayed": 24}
 
 
 @pytest.mark.parametrize("contracted", [True, False])

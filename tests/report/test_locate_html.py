@@ -4,7 +4,6 @@ import copy
 import functools
 import json
 import math
-import re
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ import pytest
 
 from shaketable.locate.locate import locate
 from shaketable.models import load_model
-from shaketable.report.locate_html import curve, lane_strip, number, page, reasons
+from shaketable.report.locate_html import number, page, reasons
 from tests.report import html_reader
 
 PLAN = "dead_zone:0.5,scope=token,sparsity=0.1@module.mlp.down_proj,layers=5"
@@ -36,9 +35,8 @@ def located(plan=None, mode="all", layers=8, **changes):
 
 
 def fault():
-    """Layer 5 of nano, three lanes of down_proj; the statistics point at layer 2, and a third example is no number."""
+    """Layer 5 of nano, three lanes of down_proj; a third example is no number."""
     made = located(PLAN, lanes=[3, 77, 410], lanes_of=576)
-    made["srdd"] |= {"blames": 2, "why": "kurtosis falls by a factor 14 at layer 2"}
     examples = [
         {"token": 5, "channel": 77, "got": 0.0, "low": 0.01231, "high": 0.01232},
         {"token": 9, "channel": 410, "got": 0.0, "low": -0.00412345678, "high": -0.00412345601},
@@ -69,7 +67,7 @@ def broken_numbers():
 
 
 def no_numbers():
-    made = located(srdd=None)
+    made = located()
     for row in made["probes"]:
         row["statistics"] = None
     return made
@@ -128,47 +126,32 @@ def test_page_holds_every_section_and_every_cell(sample):
         assert len(reader.cells(status)) == want
 
 
-def test_drawings_have_a_text_and_ids_are_unique(sample):
+def test_ids_are_unique(sample):
     tags = Reader(page(sample)).tags
-    assert all(attrs["role"] == "img" and attrs["aria-label"] for tag, attrs in tags if tag == "svg")
     ids = [attrs["id"] for _, attrs in tags if "id" in attrs]
     assert len(ids) == len(set(ids))
     assert {a["aria-labelledby"] for _, a in tags if "aria-labelledby" in a} <= set(ids)
     assert [tag for tag, _ in tags].count("h1") == 1
 
 
-def test_drawings_hold_only_finite_coordinates(sample):
-    for tag, attrs in Reader(page(sample)).tags:
-        if tag in ("rect", "circle", "polyline", "path", "text", "svg"):
-            shape = " ".join(v for k, v in attrs.items() if k not in ("class", "aria-label", "role"))
-            assert not re.search(r"nan|inf", shape), attrs
-
-
-def test_fault_page_shows_lanes_examples_and_both_blamed_layers():
+def test_fault_page_shows_lanes_and_examples():
     words = Reader(page(fault())).words
     assert "Channels 3, 77, 410" in words
     assert "0.01231 below" in words and "not a number" in words
-    assert "SRDD would blame layer 2" in words and "does not agree" in words
     assert "−0.00412345678" in words and "−0.00412345601" in words
     assert fault()["planted"]["plan"] in words
-
-
-def test_every_curve_marks_the_verdict_and_the_layer_srdd_would_blame():
-    tags = [attrs.get("class") for tag, attrs in Reader(page(fault())).tags if tag == "g"]
-    assert tags == ["mark verdict", "mark srdd"] * 7
-    assert "mark verdict" not in page(inconclusive() | {"layer": 7})
 
 
 def test_a_fault_outside_of_the_layers_marks_that_row_only():
     reader = Reader(page(SAMPLES["outside"]()))
     blamed = [attrs for tag, attrs in reader.tags if tag == "tr" and "blamed" in (attrs.get("class") or "")]
-    assert len(blamed) == 1 and "data-layer" not in blamed[0]
+    assert len(blamed) == 1
     assert "outside of the layers › lm_head" in reader.words
 
 
 def test_device_mode_names_what_it_did_not_run():
     words = Reader(page(SAMPLES["device"]())).words
-    assert "Not run in the mode device: weights, checksum, replay, batch, decode." in words
+    assert "Not run in the mode device: weights, replay, batch, decode." in words
 
 
 @pytest.mark.attack("hostile inputs")
@@ -186,37 +169,12 @@ def test_hostile_values_stay_text():
     made |= {"versions": {evil: evil}, "cost": {evil: 1.0}}
     made["probes"][3]["results"][evil] = result("fail", 1.0, evil, evil)
     made["evidence"][0]["examples"] = [{evil: evil}]
-    made["srdd"]["edges"] = {evil: [0.0]}
     text = page(made)
     reader = Reader(text)
-    assert [tag for tag, _ in reader.tags].count("script") == 1
+    assert [tag for tag, _ in reader.tags].count("script") == 0
     assert not {"img"} & {tag for tag, _ in reader.tags}
     assert not any(key.startswith("on") for _, attrs in reader.tags for key in attrs)
     assert "{{ 7 * 7 }}" in reader.words
-
-
-def test_missing_values_break_the_curve_and_leave_a_cross():
-    svg = curve("gain", [(0, 1.0), (1, math.nan), (2, 3.0), (3, None), (4, 2.0)], {"verdict": 2, "srdd": None})
-    assert svg.count("<polyline") == 3 and svg.count("×</text>") == 2
-    log = curve("kurtosis", [(0, 1.0), (1, -3.0), (2, 100.0)], {"verdict": None, "srdd": None}, log_from=-3.0)
-    assert log.count("×</text>") == 1
-
-
-def test_log_scale_spaces_decades_evenly():
-    svg = curve("kurtosis", [(0, -2.0), (1, 7.0), (2, 97.0)], {"verdict": None, "srdd": None}, log_from=-3.0)
-    low, middle, high = (float(y) for y in re.findall(r'cy="([\d.]+)"', svg))
-    assert low - middle == pytest.approx(middle - high, abs=0.11)
-    assert low > high
-
-
-def test_every_faulty_lane_is_under_a_mark():
-    lanes, of = [0, 77, 9000, 14335], 14336
-    bars = [
-        (float(x), float(x) + float(w)) for x, w in re.findall(r'x="([\d.]+)" y="0" width="([\d.]+)"', lane_strip(lanes, of))
-    ]
-    assert all(any(a - 0.01 <= 1000 * (n + 0.5) / of <= b + 0.01 for a, b in bars) for n in lanes)
-    assert len(bars) == len(lanes) and max(b for _, b in bars) <= 1000.01
-    assert lane_strip([], 576) == ""
 
 
 @pytest.mark.parametrize(
@@ -266,8 +224,8 @@ def test_the_page_says_what_was_judged_and_what_was_trusted():
     made["probes"][-1]["coverage"] = {}
     for row in made["probes"][:2]:
         row["coverage"] = {
-            "mlp.down_proj": {"rows": 256, "replayed": 129, "checksums": 127},
-            "add": {"rows": 256, "replayed": 256, "checksums": 0},
+            "mlp.down_proj": {"rows": 256, "replayed": 129, "agreed": 127},
+            "add": {"rows": 256, "replayed": 256},
         }
     text = page(made)
     assert '<th scope="row" class="mono">mlp.down_proj</th>' in text
@@ -282,7 +240,7 @@ def test_a_diagnosis_from_before_coverage_still_makes_a_page():
     for row in whole["probes"]:
         del row["coverage"]
     assert "This diagnosis does not say." in page(whole)
-    whole["probes"][0]["coverage"] = {"add": {"rows": 8, "replayed": 8, "checksums": 0}}
+    whole["probes"][0]["coverage"] = {"add": {"rows": 8, "replayed": 8}}
     assert "Every row of every operator was replayed." in page(whole)
 
 

@@ -39,9 +39,7 @@ def locate(
     prompts: PromptsOption = None,
     plan: Annotated[str | None, typer.Option(help="First plant this fault, hidden from the probes, as a test.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the probes and of the planted plan.")] = 0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="On the host, replay only matrix products whose checksum fails.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="At most 64 tokens, no batch and no cached decoding.")] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="INCONCLUSIVE instead of HEALTHY where hooks or replaced methods were trusted.")
     ] = False,
@@ -104,7 +102,7 @@ def _page(diagnosis: Diagnosis) -> str:
 
 
 def show(diagnosis: Diagnosis, statistics: bool = False) -> None:
-    """Print the table of layers and probes, then the verdict; SRDD's numbers on request, its blame also beside a fault."""
+    """Print the table of layers and probes, SRDD's numbers on request, then the verdict."""
     out = console()
     head, table = _table(diagnosis)
     fits = out.measure(table, options=out.options.update(max_width=1000)).maximum <= out.width
@@ -116,9 +114,6 @@ def show(diagnosis: Diagnosis, statistics: bool = False) -> None:
         say(out, f"  {item.probe}: {where}, {item.op or 'output'}: {item.text}")
     if statistics:
         out.print(_statistics(diagnosis))
-    shown = statistics or diagnosis.verdict == "FAULT"
-    if shown and diagnosis.srdd is not None and diagnosis.srdd.blames is not None:
-        out.print(f"  SRDD statistics alone would blame layer {diagnosis.srdd.blames}; they never decide.", style="dim")
     for note in diagnosis.notes:
         out.print(f"  note: {note}", style="dim", markup=False)
     color = {"HEALTHY": "green", "FAULT": "red", "INCONCLUSIVE": "yellow"}[diagnosis.verdict]

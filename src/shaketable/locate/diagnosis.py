@@ -10,7 +10,7 @@ from typing import Any
 
 SCHEMA = 1
 MODES = ("device", "host", "all")
-PROBES = ("weights", "repeat", "links", "twin", "causal", "checksum", "replay", "batch", "decode")
+PROBES = ("weights", "repeat", "links", "twin", "causal", "replay", "batch", "decode")
 EXIT = {"HEALTHY": 0, "FAULT": 1, "INCONCLUSIVE": 4}
 
 
@@ -56,17 +56,6 @@ class LayerStatistics:
     distinct: int
     drop_z: float = math.nan
     """Set when all layers are known."""
-
-
-@dataclass
-class SrddVerdict:
-    """The verdict of SRDD alone."""
-
-    blames: int | None
-    why: str
-    global_anomaly: bool
-    edges: dict[str, list[float]]
-    """Change from the layer before, per layer: log ratio of the kurtosis, difference of the instability."""
 
 
 @dataclass
@@ -128,7 +117,6 @@ class Diagnosis:
     coverage: dict[str, int] = field(default_factory=dict)
     """The sums of every operator's coverage, and how many operators those are."""
     probes: list[LayerReport] = field(default_factory=list)
-    srdd: SrddVerdict | None = None
     evidence: list[Evidence] = field(default_factory=list)
 
     @property

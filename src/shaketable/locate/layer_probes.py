@@ -73,7 +73,6 @@ class ProbedPart:
     traced: Trace
     call: LayerCall | None
     """The layer's call in the trace; None outside of the layers."""
-    quick: bool = False
     uses: dict[str, Trace] = field(default_factory=dict)
     """The model run in the other ways of `USES`."""
     logits: list[Tensor] = field(default_factory=list)
@@ -302,26 +301,13 @@ def causal(part: ProbedPart) -> Finding:
 
 
 def replay(part: ProbedPart) -> Finding:
-    """Every operator inside of its rounding interval. With `quick`, products whose checksum does not fire are not replayed."""
-    quick = part.quick and part.call is not None
-    judgement = judge(part.recording, part.reference, part.prefix, part.precision, part.others, quick)
-    if part.call is not None:
-        skipped = Finding(Result("skipped", reason="replay judges every product"))
-        part.take("checksum", _checksum(judgement.checksums) if quick else skipped)
+    """Every operator inside of its rounding interval."""
+    judgement = judge(part.recording, part.reference, part.prefix, part.precision, part.others)
     finding = _judged(part, judgement.violations, judgement.unknown, part.recording)
     if finding.result.status == "pass" and part.call is not None:
         _excuse(part)
     finding.coverage = judgement.coverage
     return finding
-
-
-def _checksum(scores: dict[str, float]) -> Finding:
-    """Sums of products: a screen."""
-    path = max(scores, key=lambda p: scores[p], default=None)
-    worst = 0.0 if path is None else scores[path]
-    if worst <= 1:
-        return Finding(Result("pass", worst))
-    return Finding(Result("suspect", worst, path, f"a checksum is off by {worst:.3g} times its threshold"))
 
 
 def _excuse(part: ProbedPart) -> None:
@@ -385,8 +371,8 @@ def _examples(v: Violation) -> list[dict[str, Any]]:
     found = []
     for i in far.argsort(descending=True)[:EXAMPLES].tolist():
         place = [0, 0, *places[i].tolist()]
-        token = place[-2] if v.tokens is None else v.tokens[place[-2]]
-        found.append({"token": token, "channel": place[-1], "got": float(got[i]), "low": float(low[i]), "high": float(high[i])})
+        ends = {"got": float(got[i]), "low": float(low[i]), "high": float(high[i])}
+        found.append({"token": place[-2], "channel": place[-1], **ends})
     return found
 
 

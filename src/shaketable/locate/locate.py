@@ -55,6 +55,7 @@ from shaketable.numerics.intervals import device_precision
 
 Progress = Callable[[int, int, str], None]
 STATISTICS_TOKENS = 128
+QUICK_TOKENS = 64
 BATCH_TOKENS = 32
 """Length of the two sequences that are run as a batch."""
 NEVER_RUN = ("compiled graphs", "autocast", "training mode", "backward", "padding", "other tokens, lengths and batch sizes")
@@ -91,8 +92,7 @@ def locate(
         source: The model's name or folder, so that its weights can be read again; without it they are trusted.
         plan: A plan to plant first, hidden from the probes. For trying locate out.
         seed: Of the twins, the probes of the statistics, and the planted plan.
-        quick: On the host, judge products by checksums, and replay only those whose checksum fires. Half the cost; blind
-            to errors that drown in the rounding of a sum.
+        quick: Run at most 64 tokens, and neither a batch nor cached decoding; the verdict says so.
         strict: Trust only the model's own code: hooks and replaced methods of composite modules make HEALTHY INCONCLUSIVE.
         layers: Path of the module whose children are the decoder layers, where they are not found by themselves.
         progress: Called with (layers done, layers, what is being done).
@@ -111,10 +111,10 @@ def locate(
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     tokens = min(tokens, longest) if isinstance(longest, int) and longest > 1 else tokens
     ids = one_sequence(token_batch(tokenizer, prompts, tokens) if input_ids is None else input_ids)
+    ids = ids[:, :QUICK_TOKENS] if quick else ids
     try:
         with as_deployed(model):
-            run = Locator(model, mode, source, seed, progress, layers, arguments=arguments, quick=quick, strict=strict)
-            return run.run(ids, plan)
+            return Locator(model, mode, source, seed, progress, layers, arguments, quick, strict).run(ids, plan)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(f"there is not enough memory on {_device(model)} for one layer's probes; use fewer tokens") from error
 
@@ -130,7 +130,6 @@ class Locator:
         seed: int = 0,
         progress: Progress | None = None,
         layers: str | None = None,
-        *,
         arguments: Arguments | None = None,
         quick: bool = False,
         strict: bool = False,
@@ -172,7 +171,9 @@ class Locator:
         with self._clock("trace"):
             traced = trace(self.model, ids, self.reference, self.arguments)
         self.reference.written |= traced.outside.written
-        if self.mode in ON_HOST:
+        if self.quick:
+            self.not_used = dict.fromkeys(USES, "quick")
+        elif self.mode in ON_HOST:
             with self._clock("batch"):
                 self._trace_uses(ids)
         for call in traced.calls:
@@ -188,7 +189,7 @@ class Locator:
         self._keep(self.judge(outside, OUTSIDE_PROBES), diagnosis)
 
         if statistics := [report.statistics for report in diagnosis.probes if report.statistics is not None]:
-            diagnosis.srdd = srdd.srdd_verdict(statistics)
+            srdd.note_drops(statistics)
         diagnosis.not_run = self._not_run(diagnosis)
         ran = {n for p in diagnosis.probes for n, r in p.results.items() if r.status not in ("skipped", "inconclusive")}
         twins, readings = ("twin" in ran) + ("causal" in ran), 2 if statistics else 0
@@ -199,7 +200,7 @@ class Locator:
     def part(self, traced: Trace, recording: Recording, call: LayerCall | None) -> ProbedPart:
         """A layer, or with no call what is outside of the layers."""
         known = (self.model, self.reference, self.precision, self.seed)
-        return ProbedPart(*known, recording, traced, call, self.quick, self.uses)
+        return ProbedPart(*known, recording, traced, call, self.uses)
 
     def judge(self, part: ProbedPart, probes: Sequence[Probe]) -> ProbedPart:
         """Run the probes of this mode, one after another."""

@@ -12,10 +12,7 @@ computed in float64; a statistic that is not defined (nothing finite, zero sprea
     drop_z       z of the change of log(kurtosis + 3) from the layer before, among all layers
 
 e and b are taken as they reached the layer, after rounding to its dtype: x' − x. z is robust: (v − median) over
-1.4826·max(MAD, 0.01·|median|, tiny).
-
-`srdd_verdict` is the baseline that locate's verdict is compared with: SRDD by itself, with thresholds that blame fewer healthy
-layers than the published ones. docs/locate.md says what each number shows, and where it fails.
+1.4826·max(MAD, 0.01·|median|, 1e-6). docs/locate.md says what each number shows, and where it fails.
 """
 
 from __future__ import annotations
@@ -29,14 +26,9 @@ import torch
 from torch import Tensor
 
 from shaketable.faults.sums import with_float64
-from shaketable.locate.diagnosis import LayerStatistics, SrddVerdict
+from shaketable.locate.diagnosis import LayerStatistics
 
 QUANTILE = 0.001
-Z = 2.0
-AMBIENT_SPREAD = 5.0
-DEAD_GAIN = 0.1
-LOW_GAIN = 0.8
-PILE = 10.0
 
 Floats = npt.NDArray[np.float64]
 
@@ -79,53 +71,19 @@ def layer_statistics(
     )
 
 
-def srdd_verdict(statistics: Sequence[LayerStatistics]) -> SrddVerdict:
-    """The verdict of SRDD alone on these layers, in order of computation; each gets its `drop_z`."""
-    instability, gains, kurtosis, piles = (
-        np.array([getattr(s, name) for s in statistics], dtype=np.float64)
-        for name in ("instability", "gain", "kurtosis", "pile_up")
-    )
-    instability, peaks = np.nan_to_num(instability), np.log(np.maximum(kurtosis + 3, 1.0))
-    falls, rises = np.nan_to_num(np.diff(peaks, prepend=peaks[:1])), np.diff(instability, prepend=0.0)
-    quiet = AMBIENT_SPREAD * instability.min(initial=math.inf)
-    everywhere = bool(instability.size and 0 < instability.max() <= quiet)
-    blames, why = None, "every layer is unstable, none much more than the others" if everywhere else "nothing stands out"
-    if instability.size and not everywhere:
-        blames, why = _blame(instability, rises, quiet, gains, falls, piles) or (None, why)
+def note_drops(statistics: Sequence[LayerStatistics]) -> None:
+    """Set `drop_z` of these layers, in order of computation."""
+    kurtosis = np.array([s.kurtosis for s in statistics], dtype=np.float64)
+    peaks = np.log(np.maximum(kurtosis + 3, 1.0))
+    falls = np.nan_to_num(np.diff(peaks, prepend=peaks[:1]))
     for layer, z in zip(statistics, _robust_z(falls).tolist(), strict=True):
         layer.drop_z = z
-    return SrddVerdict(blames, why, everywhere, {"kurtosis": falls.tolist(), "instability": rises.tolist()})
 
 
-def _blame(
-    instability: Floats, rises: Floats, quiet: float, gains: Floats, falls: Floats, piles: Floats
-) -> tuple[int, str] | None:
-    # Falls of the instability count as zero: after a teacher-forced faulty layer it is gone again.
-    edge = (_robust_z(np.maximum(rises, 0), tiny=1e-30) > Z) & (instability > quiet)
-    if edge.any():
-        layer = int(edge.argmax())
-        return layer, f"instability rises to {instability[layer]:.2g} at layer {layer}"
-    if np.isfinite(gains).any():
-        layer, median = int(np.nanargmin(gains)), np.nanmedian(gains)
-        if gains[layer] < DEAD_GAIN or (_robust_z(gains)[layer] < -Z and gains[layer] < LOW_GAIN * median):
-            return layer, f"gain is {gains[layer]:.2g} at layer {layer}, the median is {median:.2g}"
-    layer = int(falls.argmin())
-    if falls[layer] < 0 and _robust_z(falls)[layer] < -Z:
-        return layer, f"kurtosis falls by a factor {math.exp(-falls[layer]):.3g} at layer {layer}"
-    if np.isfinite(piles).any():
-        layer = int(np.nanargmax(piles))
-        if piles[layer] > PILE * np.nanmedian(piles) and _robust_z(piles)[layer] > Z:
-            return layer, f"{piles[layer]:.2%} of the values of layer {layer} sit at the largest or smallest one"
-    return None
-
-
-def _robust_z(values: Floats, tiny: float = 1e-6) -> Floats:
-    """z by median and MAD of what is finite; nan stays nan, which is beyond no threshold."""
-    finite = values[np.isfinite(values)]
-    if not finite.size:
-        return np.zeros_like(values)
-    median = np.median(finite)
-    spread = max(float(np.median(np.abs(finite - median))), 0.01 * abs(float(median)), tiny)
+def _robust_z(values: Floats) -> Floats:
+    """z by median and MAD."""
+    median = np.median(values)
+    spread = max(float(np.median(np.abs(values - median))), 0.01 * abs(float(median)), 1e-6)
     return (values - median) / (1.4826 * spread)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         StepDifference,
     )
 
-PROBES = ("weights", "repeat", "links", "twin", "causal", "checksum", "replay", "batch", "decode")
+PROBES = ("weights", "repeat", "links", "twin", "causal", "replay", "batch", "decode")
 MARKS = {"pass": "✓", "fail": "✕", "suspect": "▲", "inconclusive": "?", "skipped": "–", "absent": "·"}
 STATUS_OF = {"FAULT": "fail", "HEALTHY": "pass", "INCONCLUSIVE": "inconclusive"}
 BADGES = {
