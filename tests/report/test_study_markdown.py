@@ -8,7 +8,7 @@ from shaketable.report import study_markdown
 from shaketable.report.study_markdown import code, plain
 from shaketable.report.wording import METHOD
 from shaketable.study.analysis.results import Findings
-from tests.report.findings_sample import NOISE, SAMPLES, study
+from tests.report.findings_sample import FAULT, SAMPLES, study
 
 EVIL = "a|b\n## not a heading <script>x</script> *bold* `tick` [x](javascript:1) \u202e"
 
@@ -17,37 +17,43 @@ def markdown(found):
     return study_markdown.markdown(Findings.model_validate(found))
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_tables_have_as_many_cells_as_their_head(name):
+def assert_tables_are_whole(text):
     width = None
-    for line in markdown(SAMPLES[name]()).splitlines():
+    for line in text.splitlines():
         cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else None
         assert cells is None or width is None or cells == width, line
         width = cells
 
 
+@pytest.mark.parametrize("name", SAMPLES)
+def test_tables_have_as_many_cells_as_their_head(name):
+    assert_tables_are_whole(markdown(SAMPLES[name]()))
+
+
 def test_verdict_first_then_every_number():
     found = study()
     text = markdown(found)
-    assert text.splitlines()[0] == "# ○ NOT SHOWN: Targeted AQN did not beat global AQN"
+    assert (
+        text.splitlines()[0]
+        == "# ○ NOT SHOWN: No difference between targeted and global in faulty accuracy could be told from chance"
+    )
     assert text.index(plain(found["verdict"]["sentence"])) < text.index("## Design") < text.index("## Scores")
     for arm in found["arms"]:
         for score in arm["scores"]:
             seeds = ", ".join(f"{100 * p['value']:.1f}" for p in score["per_seed"])
-            assert f"| {100 * score['mean']:.1f} |" in text and seeds in text
+            assert f"| {100 * score['mean']:.1f} (" in text and f"by seed {seeds}; before training" in text
     for c in found["comparisons"]:
         assert plain(c["sentence"]) in text
     assert all(sentence in text for sentence in METHOD)
-    assert f"`{NOISE}`" in text and "Proof of injection: 21 of 21 places proven." in text
-    assert "| ◆ targeted AQN − global AQN | faulty, accuracy | +1.8 points |" in text
-    assert "Largest σ: 0.075 on layer 3." in text
+    assert f"`{FAULT}`" in text and "Proof of injection: 15 of 15 places proven." in text
+    assert "| ◆ targeted − global | faulty, accuracy | −2.5 points |" in text
 
 
 def test_partial_and_missing_proof_are_said_at_the_top():
     text = markdown(SAMPLES["partial"]())
     head = text[: text.index("## Design")]
-    assert "**PARTIAL**: 3 of 10 runs are not done: clean-1 (failed)" in head
-    assert "No proof was recorded for healthy AQN" in head and "1 inert" in head
+    assert "**PARTIAL**: 3 of 26 runs are not done: clean-s0" in head
+    assert "No proof was recorded for healthy" in head and "1 inert" in head
     assert "PARTIAL" not in markdown(study())
 
 
@@ -58,9 +64,8 @@ def test_hostile_text_stays_one_cell():
     found["runs"][0] |= {"error": EVIL, "folder": EVIL}
     text = markdown(found)
     assert "<script>" not in re.sub(r"`+[^\n]*?`+", "", text.replace("\\<", ""))
-    assert "\n## not" not in text and "\u202e" not in text
-    rows = [line for line in text.splitlines() if line.startswith("| a\\|b")]
-    assert rows and all(len(re.findall(r"(?<!\\)\|", row)) in (5, 6, 7, 8, 12) for row in rows)
+    assert "\n## not" not in text and "\u202e" not in text and "| a\\|b" in text
+    assert_tables_are_whole(text)
 
 
 def test_code_spans_hold_backticks_and_pipes():

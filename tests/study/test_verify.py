@@ -177,15 +177,6 @@ def test_a_store_without_records_is_a_usage_error(tmp_path):
     assert "there is no record in" in str(command("study", "verify", tmp_path)[2])
 
 
-# ---- signatures
-
-
-def signed(made, store, key):
-    code, out, error = command("study", "run", made / "small.yaml", "--store", store, "--sign", key)
-    assert code == 0, error
-    return out
-
-
 # ---- beforehand
 
 
@@ -227,9 +218,3 @@ def test_a_record_of_the_schema_without_a_chain_is_refused(store):
     path.write_bytes(b"".join(lines))
     code, out, _ = command("study", "verify", store)
     assert code == 1 and "is of another version: schema 'shaketable.run/1'" in out
-
-
-@pytest.mark.parametrize("words", [("run", "small.yaml", "--sign", "key"), ("verify", "store", "--public-key", "key")])
-def test_signing_is_left_to_others_in_one_line(made, words):
-    code, _, error = command("study", words[0], made / words[1], *words[2:])
-    assert code and "sign the printed digest" in str(error)

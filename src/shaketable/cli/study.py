@@ -331,12 +331,9 @@ def rendered(found: Findings, style: str, folder: Path, output: Path | None) -> 
     return page(found)
 
 
-SIGNING = "no key is taken here any more: sign the printed digest with a tool of yours (docs/studies.md)"
-MOVED = {"--engine": "where runs execute is --workers now: --workers {}", "--sign": SIGNING}
-
-study.command()(as_verb(run, ("file", "replaced", "dry_run", "workers", "store", "report_file", "json_file"), moved=MOVED))
+study.command()(as_verb(run, ("file", "replaced", "dry_run", "workers", "store", "report_file", "json_file")))
 study.command()(as_verb(status, ("what", "replaced", "store", "json_file")))
 study.command(name="list")(as_verb(list_studies, ("store", "runs", "json_file")))
-study.command()(as_verb(report, ("what", "out", "style", "replaced", "store"), moved={"--output": "-o or --out"}))
-study.command()(as_verb(verify, ("store", "json_file"), moved={"--public-key": SIGNING}))
+study.command()(as_verb(report, ("what", "out", "style", "replaced", "store")))
+study.command()(as_verb(verify, ("store", "json_file")))
 study.command()(as_verb(add, ("what", "run", "arm", "seed", "scores", "metrics", "store")))

@@ -14,8 +14,9 @@ from rich.table import Table
 
 from shaketable.cli.terminal import console, plain, print_table, say, table_of, warn
 from shaketable.io.yaml_file import read_yaml
-from shaketable.report.wording import amount
-from shaketable.study.analysis.results import ArmScore, Findings
+from shaketable.report.study_tables import score_tables
+from shaketable.report.wording import counted, duration, proof_summary
+from shaketable.study.analysis.results import Findings
 
 if TYPE_CHECKING:
     from shaketable.study.cells import Cell
@@ -38,46 +39,22 @@ def show(found: Findings, files: list[Path]) -> None:
     """The verdict first, then scores, differences, proof, and failures."""
     out = console()
     say(out, "", found.verdict.headline, style=VERDICTS[found.verdict.kind])
-    for endpoint in dict.fromkeys(s.endpoint for arm in found.arms for s in arm.scores) or ("accuracy",):
-        print_table(out, _scores(found, endpoint))
+    for scores in score_tables(found):
+        shown = table_of("arm", [plain(name) for name in list(scores.columns)[1:]], f"{scores.title}, with 95 % intervals")
+        for row in scores.rows:
+            shown.add_row(*(plain(f"{cell.text} ({cell.note})" if cell.note else cell.text) for cell in row))
+        print_table(out, shown)
     for comparison in found.comparisons:
         mark = "[bold]primary[/]  " if comparison.primary else ""
         out.print(f"  {mark}{plain(comparison.sentence)}", soft_wrap=True)
     say(out, *(f"  {row.arm}, {row.condition}: {row.sentence}" for row in found.recovered))
-    out.print(_proof(found))
+    say(out, f"proof of injection: {proof_summary(found.arms).words}")
     for run in found.runs:
         if run.error:
             out.print(f"[bold red]{run.status}[/] {plain(run.name)}: {plain(run.error)}", soft_wrap=True)
     for note in found.notes:
         warn(out, note, "note")
     say(out, *(f"wrote {file.resolve() if file.suffix == '.html' else file}" for file in files))
-
-
-def _scores(found: Findings, endpoint: str) -> Table:
-    conditions = [c.name for c in found.study.conditions]
-    what = {"accuracy": "Accuracy in %", "loss": "Loss in nats per token"}[endpoint]
-    table = table_of("arm", ("seeds", *map(plain, conditions)), f"{what}, mean over seeds with 95 % interval")
-    for arm in found.arms:
-        known = {s.condition: s for s in arm.scores if s.endpoint == endpoint}
-        cells = [_score(known[c]) if c in known else "–" for c in conditions]
-        table.add_row(plain(arm.name), str(len(arm.seeds)), *cells)
-    return table
-
-
-def _score(score: ArmScore) -> str:
-    mean, low, high = (amount(value, score.unit) for value in (score.mean, score.ci_low, score.ci_high))
-    return f"{mean} ({low}–{high})"
-
-
-def _proof(found: Findings) -> str:
-    rows = [row for arm in found.arms for row in arm.proof]
-    fires = sum((row.forward or 0) + (row.backward or 0) for row in rows)
-    agree = sum(row.verdict in ("agrees", "proven") for row in rows)
-    if not rows:
-        ended = any(arm.seeds for arm in found.arms)
-        return "no faults were asked for, and none were injected" if ended else "no run has ended, so nothing is proven yet"
-    off = "" if agree == len(rows) else f"; [bold yellow]{len(rows) - agree} differ, see the report[/]"
-    return f"proof: {fires:,} injections; {agree} of {len(rows)} ledgers measure what was asked for{off}"
 
 
 def show_status(found: dict[str, Any]) -> None:
@@ -91,9 +68,7 @@ def show_status(found: dict[str, Any]) -> None:
     out = console()
     print_table(out, table)
     if found["others"]:
-        count = len(found["others"])
-        those = "1 run of another version" if count == 1 else f"{count} runs of other versions"
-        say(out, f"{those} of this study in {found['folder']}")
+        say(out, f"{counted(len(found['others']), 'run')} of other versions of this study in {found['folder']}")
 
 
 def show_list(found: dict[str, Any], shipped: dict[str, Path], runs: bool) -> None:
@@ -105,8 +80,9 @@ def show_list(found: dict[str, Any], shipped: dict[str, Path], runs: bool) -> No
             say(out, f"  {name:24} {read_yaml(file, 'the study').get('question', '')}")
         say(out, "Run one with: shaketable study run NAME")
         return
-    counted = f"{_many(found['studies'], 'study', 'studies')}, {_many(found['runs'], 'run', 'runs')}"
-    table = table_of(("study", "runs", "last written"), title=plain(f"{found['store']}: {counted}"))
+    studies = "1 study" if len(found["studies"]) == 1 else f"{len(found['studies'])} studies"
+    title = f"{found['store']}: {studies}, {counted(len(found['runs']), 'run')}"
+    table = table_of(("study", "runs", "last written"), title=plain(title))
     for study in found["studies"]:
         table.add_row(plain(study["name"]), _counts(study["counts"]), _time(study["updated"]))
     for run in found["runs"]:
@@ -114,10 +90,6 @@ def show_list(found: dict[str, Any], shipped: dict[str, Path], runs: bool) -> No
             status = f"[{STYLES[run['status']]}]{run['status']}[/]"
             table.add_row(plain(run["path"]), status, _time(run["updated"]))
     print_table(out, table)
-
-
-def _many(things: list[Any], one: str, more: str) -> str:
-    return f"{len(things)} {one if len(things) == 1 else more}"
 
 
 def _counts(counts: dict[str, int]) -> str:
@@ -200,21 +172,16 @@ def show_forecast(study: StudyConfig, store: Path) -> dict[str, Any]:
 
     quieten()
     check(study)
-    with Console(stderr=True).status("checking") as shown:
-        found = forecast(study, store / study.study, shown.update)
+    with Console(stderr=True).status("scoring a few problems without a fault"):
+        found = forecast(study, store / study.study)
     out = console()
     print_table(out, _arms(study, found.left))
     for name, plan in study.conditions.items():
         what = "the plan and noise of each untrained arm" if name == OWN else plan or "no faults"
         say(out, f"scored {name}: {what}, {study.evaluate.n} problems")
-    diagnoses = sum(cell.kind == "locate" for cell in found.left)
-    todo = f"{len(found.left)} of {len(found.cells)} runs to do" + (f", {diagnoses} of them a diagnosis" if diagnoses else "")
-    if found.seconds is None:
-        todo += "; how long they take is known once a run is finished"
-    elif found.left:
-        todo += (
-            f"; about {_duration(found.seconds)}, {found.workers} at a time (a rough guess until each arm has a finished run)"
-        )
+    todo = f"{len(found.left)} of {len(found.cells)} runs to do"
+    if found.seconds is not None and found.left:
+        todo += f"; very roughly {duration(found.seconds)}, {found.workers} at a time"
     say(out, todo, found.can_show)
     return found.to_dict()
 
@@ -231,9 +198,3 @@ def _arms(study: StudyConfig, left: list[Cell]) -> Table:
         under = "not trained" if bare else trained + (study.plan_of(arm) or "no faults")
         table.add_row(plain(name), str(len(study.seeds)), plain(under), noise or "–", str(todo))
     return table
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} seconds"
-    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

@@ -1,27 +1,58 @@
-"""Figures with axes as inline SVG: lines over steps, scores over strengths, σ over steps; coloured by the page's variables.
+"""The drawings of a study's page, as inline SVG that follows the page's theme: curves, forest rows, strips of seeds, heat rows.
 
-A long run has more steps than a figure has pixels. Steps are then put into at most 120 bins: the line is the mean of a bin, the
-band runs from its least to its greatest value, and the figure says so; thinning would drop the step that broke. A missing value
-interrupts a line. A log scale is taken when all values are positive and spread over two decades, and is named in the caption.
+An arm has one colour and one dash in every figure: the seven colours of Okabe and Ito without yellow, which keep apart under
+every common colour blindness, and five dashes.
 
-An arm has the same colour, dash and marker in every figure. The seven colours are those of Okabe and Ito without yellow; they
-keep apart under every common colour blindness. Twelve markers and five dashes repeat with other periods, so that no two of the
-first 35 arms share all three. Drawn by hand: a plotting library cannot follow
-the theme of the page.
+**Curves.** A long run has more steps than a figure has pixels. Steps are then put into at most 120 bins: the line is the mean
+of a bin, the band runs from its least to its greatest value, and the caption says so; thinning would drop the step that broke.
+A missing value interrupts a line. The scale is logarithmic where all values are positive and spread over two decades.
+
+**Forest rows.** The shaded zone around zero is what the comparison could not have seen: differences smaller than the smallest
+detectable one. It keeps "not shown" from being read as "equal". Dots are seeds.
+
+**Heat rows.** Ten shades of one colour whose opacity rises with the value, so that a row reads the same in the dark and on
+paper; a cell without a value is striped. Cells of one shade are one path: a page may have tens of thousands of cells.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from shaketable.report.wording import amount, finite, known, number
-from shaketable.study.analysis.results import CurvePoint, RobustnessPoint, Sigma
+from shaketable.report.wording import MARKS, amount, finite, known, number, signed, spans
+from shaketable.study.analysis.results import ArmScore, ComparisonResult
+
+COLORS = 7
+DASHES = ("", "7 3", "2 2.5", "9 3 2 3", "4 2")
+
+
+def joined(parts: Iterable[Markup]) -> Markup:
+    """Pieces of a drawing as one."""
+    return Markup("").join(parts)
+
+
+def look(arm: int) -> Markup:
+    """The attributes of everything that is drawn of an arm: its colour class and its number, by which it can be hidden."""
+    return Markup('class="arm c{}" data-arm="{}"').format(arm % COLORS, arm)
+
+
+def swatch(arm: int) -> Markup:
+    """A short line to stand before the arm's name. It says nothing the name does not."""
+    svg = '<svg class="swatch" width="28" height="14" aria-hidden="true" focusable="false"><g {}>{}</g></svg>'
+    line = Markup('<path class="line" stroke-dasharray="{}" d="M0 7H28"/>').format(DASHES[arm % len(DASHES)])
+    return Markup(svg).format(look(arm), line)
+
+
+def _hit(text: str) -> Markup:
+    """What a strip says when it is pointed at."""
+    return Markup('<g class="hit"><rect/><title>{}</title></g>').format(text)
+
 
 # ---- scales
 
@@ -51,9 +82,9 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         """Where a value lies; beyond the ends it stays at the end."""
-        low, high, v = (
-            math.log10(x) if self.log else x for x in (self.low, self.high, max(value, 1e-300) if self.log else value)
-        )
+        low, high, v = self.low, self.high, value
+        if self.log:
+            low, high, v = math.log10(low), math.log10(high), math.log10(max(v, 1e-300))
         return self.start + (self.end - self.start) * min(max((v - low) / (high - low), 0.0), 1.0)
 
     def draws(self, value: Any) -> bool:
@@ -81,61 +112,22 @@ def needs_log(values: Iterable[Any], ratio: float = 100.0) -> bool:
     return len(seen) > 1 and min(seen) > 0 and max(seen) > ratio * min(seen)
 
 
-def joined(parts: Iterable[Markup]) -> Markup:
-    """Pieces of a drawing as one."""
-    return Markup("").join(parts)
-
-
-# ---- how an arm looks
-
-
-COLORS = 7
-DASHES = ("", "7 3", "2 2.5", "9 3 2 3", "4 2")
-MARKERS = (
-    "M-3.6 0A3.6 3.6 0 1 1 3.6 0A3.6 3.6 0 1 1-3.6 0Z",
-    "M-3.2-3.2H3.2V3.2H-3.2Z",
-    "M0-4.4L4.4 0L0 4.4L-4.4 0Z",
-    "M0-4.2L4 3.2H-4Z",
-    "M0 4.2L4-3.2H-4Z",
-    "M-1.3-4H1.3V-1.3H4V1.3H1.3V4H-1.3V1.3H-4V-1.3H-1.3Z",
-)
-"""Filled for the first six arms, hollow for the next six."""
-
-
-def look(arm: int) -> Markup:
-    """The attributes of everything that is drawn of an arm: its colour class and its number, by which it can be hidden."""
-    return Markup('class="arm c{}" data-arm="{}"').format(arm % COLORS, arm)
-
-
-def marker(arm: int, x: float = 0, y: float = 0) -> Markup:
-    """The arm's marker at a place of a view box."""
-    hollow = " hollow" if arm // len(MARKERS) % 2 else ""
-    shape = '<path class="marker{}" transform="translate({:.1f} {:.1f})" d="{}"/>'
-    return Markup(shape).format(hollow, x, y, MARKERS[arm % len(MARKERS)])
-
-
-def dash(arm: int) -> str:
-    """The arm's dash pattern; empty for a solid line."""
-    return DASHES[arm % len(DASHES)]
-
-
-def swatch(arm: int) -> Markup:
-    """A short line with the marker, to stand before the arm's name. It says nothing the name does not."""
-    line = Markup('<path class="line" stroke-dasharray="{}" d="M0 7H28"/>').format(dash(arm))
-    body = Markup("<g {}>{}{}</g>").format(look(arm), line, marker(arm, 14, 7))
-    return Markup('<svg class="swatch" width="28" height="14" aria-hidden="true" focusable="false">{}</svg>').format(body)
-
-
-# ---- lines over steps
-
+# ---- curves
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 196, 46, 14, 10, 26
 BINS, FEWEST = 120, 8
 """Of a line; fewer than the most where there are more lines than `CROWD`."""
-TOLD = 6
-"""Lines of one arm whose values a figure's texts have; of lines that are arms, all."""
 CROWD = 6
-"""More lines than this have half as many bins; their bands are paler, and not told."""
+"""More lines than this have fewer bins; their bands are paler, and not told."""
+
+
+class Point(NamedTuple):
+    """A mean at a place on the x axis, with the ends of its band."""
+
+    x: float
+    mean: float | None
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +136,7 @@ class Line:
 
     arm: int
     name: str
-    points: Sequence[CurvePoint]
+    points: Sequence[Point]
 
 
 @dataclass(frozen=True)
@@ -156,43 +148,40 @@ class Drawing:
     per_bin: int
 
 
-def curves(title: str, lines: Sequence[Line], unit: str = "", *, labelled: bool = False) -> Drawing:
-    """Lines over steps with their bands; `labelled` lines have their names beside them, and an axis from zero."""
-    longest = max((len(line.points) for line in lines), default=0)
-    per_bin = max(1, math.ceil(longest / max(FEWEST, min(BINS, BINS * CROWD // max(len(lines), 1)))))
+def curves(title: str, lines: Sequence[Line], unit: str = "", x_name: str = "step") -> Drawing:
+    """Lines with their bands over steps, or over another quantity."""
+    longest = max(len(line.points) for line in lines)
+    per_bin = max(1, math.ceil(longest / max(FEWEST, min(BINS, BINS * CROWD // len(lines)))))
     lines = [Line(line.arm, line.name, _binned(line.points, per_bin)) for line in lines]
-    values = [getattr(p, key) for line in lines for p in line.points for key in ("mean", "low", "high")]
-    values += [0.0] if labelled else []
-    log = not labelled and needs_log(p.mean for line in lines for p in line.points)
-    steps = sorted({p.step for line in lines for p in line.points})
-    y = Scale.over(values, HEIGHT - BOTTOM, TOP, log=log, margin=0.06)
-    x = Scale.over(steps, LEFT, WIDTH - RIGHT, margin=0.0 if len(steps) > 1 else 0.04)
-    told = lines[:TOLD] if labelled else lines
-    left = f"\n… and {len(lines) - TOLD} more" if len(told) < len(lines) else ""
-    label = f"{title} over steps{_told(told, unit)}{left}"
-    columns = [text + left for text in _columns(told, steps, unit)]
-    names = [_name(line, x, y) for line in lines] if labelled and len(lines) <= CROWD else []
-    drawn = joined(_line(line, x, y, bare=labelled) for line in lines)
-    if labelled and lines:  # all of one arm
-        drawn = Markup("<g {}>{}</g>").format(look(lines[0].arm), drawn)
-    parts = [axes(x, y, unit), drawn, *names, hits(columns, x, steps)]
-    return Drawing(frame(label, joined(parts), "plot crowd" if len(lines) > CROWD else "plot"), log, per_bin)
+    log = needs_log(p.mean for line in lines for p in line.points)
+    y = Scale.over((v for line in lines for p in line.points for v in p[1:]), HEIGHT - BOTTOM, TOP, log=log, margin=0.06)
+    places = sorted({p.x for line in lines for p in line.points})
+    x = Scale.over(places, LEFT, WIDTH - RIGHT, margin=0.0 if len(places) > 1 else 0.04)
+    ends = [(line.name, known(p.mean for p in line.points)) for line in lines]
+    told = [f"{name} from {amount(v[0], unit)} to {amount(v[-1], unit)}" for name, v in ends if v]
+    label = f"{title} over {x_name}s: " + ("; ".join(told) or "no value can be drawn")
+    parts = [_axes(x, y, unit, x_name), *(_line(line, x, y) for line in lines), *_columns(lines, places, x, unit, x_name)]
+    svg = '<svg class="plot{}" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
+    crowd = " crowd" if len(lines) > CROWD else ""
+    return Drawing(Markup(svg).format(crowd, WIDTH, HEIGHT, label, joined(parts)), log, per_bin)
 
 
-def frame(label: str, body: Markup, kind: str = "plot", more: float = 0) -> Markup:
-    """The SVG element of a figure with axes; `more` is room below for names that stand aslant."""
-    svg = '<svg class="{}" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
-    return Markup(svg).format(kind, WIDTH, HEIGHT + more, label, body)
+def _binned(points: Sequence[Point], size: int) -> Sequence[Point]:
+    if size == 1:
+        return points
+    made = []
+    for part in (points[i : i + size] for i in range(0, len(points), size)):
+        means, every = known(p.mean for p in part), known(v for p in part for v in p[1:])
+        mean = sum(means) / len(means) if means else None
+        made.append(Point(part[-1].x, mean, min(every, default=None), max(every, default=None)))
+    return made
 
 
-def axes(x: Scale | None, y: Scale, unit: str = "", x_name: str = "step") -> Markup:
-    """Rules and numbers of y, and of x where it is a scale."""
+def _axes(x: Scale, y: Scale, unit: str, x_name: str) -> Markup:
     rule = Markup('<path class="rule" d="M{} {:.1f}H{}"/><text class="y" x="{}" y="{:.1f}">{}</text>')
+    text = Markup('<text class="x" x="{:.1f}" y="{}">{}</text>')
     rules = [rule.format(LEFT, y(t), WIDTH - RIGHT, LEFT - 6, y(t) + 3.5, tick(t, unit)) for t in y.ticks(4)]
     base = Markup('<path class="axis" d="M{} {}H{}"/>').format(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT)
-    if x is None:
-        return joined([*rules, base])
-    text = Markup('<text class="x" x="{:.1f}" y="{}">{}</text>')
     marks = [text.format(x(t), HEIGHT - BOTTOM + 14, tick(t)) for t in x.ticks(5)]
     name = Markup('<text class="end" x="{}" y="{}">{}</text>').format(WIDTH - RIGHT, HEIGHT - 1, x_name)
     return joined([*rules, base, *marks, name])
@@ -203,163 +192,199 @@ def tick(value: float, unit: str = "") -> str:
     return number(float(f"{100 * value:.6g}")) if unit == "points" else number(value)
 
 
-def hits(told: Sequence[str], x: Scale, at: Sequence[float]) -> Markup:
-    """Columns to point at, each as wide as the way to its neighbours."""
-    places = [x(step) for step in at]
-    edges = [LEFT, *((a + b) / 2 for a, b in pairwise(places)), WIDTH - RIGHT]
-    box = '<g class="hit"><rect x="{:.1f}" y="{}" width="{:.1f}" height="{}"/><path d="M{:.1f} {}V{}"/><title>{}</title></g>'
-    return joined(
-        Markup(box).format(left, TOP, right - left, HEIGHT - TOP - BOTTOM, place, TOP, HEIGHT - BOTTOM, text)
-        for text, place, left, right in zip(told, places, edges, edges[1:], strict=False)
-    )
-
-
-def polylines(points: Sequence[tuple[float, float | None]], dashes: str) -> Markup:
-    """The known stretches of a line; one that is a single point gets a dot of the line's width."""
-    runs = [list(run) for there, run in groupby(points, key=lambda p: p[1] is not None) if there]
+def _line(line: Line, x: Scale, y: Scale) -> Markup:
+    """The line and its band; a stretch of a single point gets a dot of the line's width."""
+    dashes = DASHES[line.arm % len(DASHES)]
     dashed = Markup(' stroke-dasharray="{}"').format(dashes) if dashes else ""
-    shape = Markup('<polyline class="line"{} points="{}"/>')
-    return joined(
-        shape.format(dashed, " ".join(f"{x:.1f},{y:.1f}" for x, y in (run if len(run) > 1 else run * 2))) for run in runs
-    )
+    shape, band = Markup('<polyline class="line"{} points="{}"/>'), Markup('<path class="band" d="M{}Z"/>')
+    parts = []
+    for drawn, run in groupby(line.points, key=lambda p: y.draws(p.low) and y.draws(p.high)):
+        ends = [(x(p.x), y(p.low), y(p.high)) for p in run if drawn and p.low is not None and p.high is not None]
+        if any(low != high for _, low, high in ends):
+            there_and_back = [(at, high) for at, _, high in ends] + [(at, low) for at, low, _ in reversed(ends)]
+            parts.append(band.format("L".join(f"{at:.1f} {height:.1f}" for at, height in there_and_back)))
+    for drawn, run in groupby(line.points, key=lambda p: y.draws(p.mean)):
+        places = [f"{x(p.x):.1f},{y(p.mean):.1f}" for p in run if drawn and p.mean is not None]
+        if places:
+            parts.append(shape.format(dashed, " ".join(places if len(places) > 1 else places * 2)))
+    return Markup("<g {}>{}</g>").format(look(line.arm), joined(parts))
 
 
-def _line(line: Line, x: Scale, y: Scale, *, bare: bool) -> Markup:
-    """The line, and unless it is `bare` its band and markers."""
-    places = [(x(p.step), y(p.mean) if p.mean is not None and y.draws(p.mean) else None) for p in line.points]
-    drawn = polylines(places, dash(line.arm))
-    if bare:
-        return drawn
-    there = [(a, b) for a, b in places if b is not None]
-    every = max(1, math.ceil(len(there) / 6))
-    offset = min(line.arm * 2 % every, max(len(there) - 1, 0))
-    pins = [marker(line.arm, a, b) for a, b in there[offset::every]]
-    return Markup("<g {}>{}</g>").format(look(line.arm), joined([_band(line.points, x, y), drawn, *pins]))
-
-
-def _band(points: Sequence[CurvePoint], x: Scale, y: Scale) -> Markup:
-    ends = [(p.step, p.low, p.high) for p in points]
-    shapes = []
-    for drawn, run in groupby(ends, key=lambda end: y.draws(end[1]) and y.draws(end[2])):
-        known_ends = [(step, low, high) for step, low, high in run if drawn and low is not None and high is not None]
-        if any(low < high for _, low, high in known_ends):
-            there_and_back = [(s, high) for s, _, high in known_ends] + [(s, low) for s, low, _ in reversed(known_ends)]
-            path = "L".join(f"{x(step):.1f} {y(value):.1f}" for step, value in there_and_back)
-            shapes.append(Markup('<path class="band" d="M{}Z"/>').format(path))
-    return joined(shapes)
-
-
-def _name(line: Line, x: Scale, y: Scale) -> Markup:
-    """The name of a line, above its start."""
-    step, value = next((p.step, p.mean) for p in line.points if p.mean is not None)
-    return Markup('<text class="direct" x="{:.1f}" y="{:.1f}">{}</text>').format(x(step) + 5, y(value) - 4, line.name)
-
-
-def _binned(points: Sequence[CurvePoint], size: int) -> Sequence[CurvePoint]:
-    if size == 1:
-        return points
-    made = []
-    for part in (points[i : i + size] for i in range(0, len(points), size)):
-        means = known(p.mean for p in part)
-        low = min(known(v for p in part for v in (p.low, p.mean)), default=None)
-        high = max(known(v for p in part for v in (p.high, p.mean)), default=None)
-        made.append(CurvePoint(step=part[-1].step, mean=sum(means) / len(means) if means else None, low=low, high=high))
-    return made
-
-
-def _columns(lines: Sequence[Line], steps: Sequence[int], unit: str) -> list[str]:
-    """The values at each step: every line's, with its band where there are few lines."""
-    at = [{p.step: p for p in line.points} for line in lines]
-    told = []
-    for step in steps:
-        rows = [f"step {number(step)}"]
-        for line, p in ((line, points[step]) for line, points in zip(lines, at, strict=True) if step in points):
+def _columns(lines: Sequence[Line], places: Sequence[float], x: Scale, unit: str, x_name: str) -> list[Markup]:
+    """Columns to point at, each with the values of every line there, and their bands where there are few lines."""
+    edges = [LEFT, *((x(a) + x(b)) / 2 for a, b in pairwise(places)), WIDTH - RIGHT]
+    box = '<g class="hit"><rect x="{:.1f}" y="{}" width="{:.1f}" height="{}"/><path d="M{:.1f} {}V{}"/><title>{}</title></g>'
+    at = [(line.name, {p.x: p for p in line.points}) for line in lines]
+    columns = []
+    for place, left, right in zip(places, edges, edges[1:], strict=False):
+        rows = [f"{x_name} {number(place)}"]
+        for name, p in ((name, points[place]) for name, points in at if place in points):
             banded = len(lines) <= CROWD and finite(p.low) and finite(p.high) and p.low < p.high
             band = f" ({amount(p.low, unit)} to {amount(p.high, unit)})" if banded else ""
-            rows.append(f"{line.name}: {amount(p.mean, unit)}{band}")
-        told.append("\n".join(rows))
-    return told
+            rows.append(f"{name}: {amount(p.mean, unit)}{band}")
+        ends = (left, TOP, right - left, HEIGHT - TOP - BOTTOM, x(place), TOP, HEIGHT - BOTTOM)
+        columns.append(Markup(box).format(*ends, "\n".join(rows)))
+    return columns
 
 
-def _told(lines: Sequence[Line], unit: str) -> str:
-    ends = [(line.name, known(p.mean for p in line.points)) for line in lines]
-    told = [f"{name} from {amount(v[0], unit)} to {amount(v[-1], unit)}" for name, v in ends if v]
-    return ": " + "; ".join(told) if told else ": no value can be drawn"
+# ---- forest rows
 
 
-# ---- scores over strengths
+def families(comparisons: Sequence[ComparisonResult]) -> list[tuple[str, list[ComparisonResult]]]:
+    """Comparisons that can share an axis, the primary one's first and each with the primary one first.
 
-
-BASE = HEIGHT - 26
-APART, LETTER, TILTED, LONGEST, SHORT = 5.0, 5.6, 62, 18, 9
-Arm = tuple[int, str, Sequence[RobustnessPoint]]
-
-
-def robustness(arms: Sequence[Arm], unit: str = "points") -> Markup:
-    """The figure, or nothing when no point has a mean.
-
-    Along x are strengths where every point has one, under their names if those are short; else the names side by side.
+    Points go with points. Other units do not say enough: a loss and a length are both plain numbers, so those are kept
+    apart by endpoint.
     """
-    every = [p for _, _, points in arms for p in points]
-    if not known(p.mean for p in every):
-        return Markup("")
-    numeric = all(finite(p.x) for p in every)
-
-    def key(point: RobustnessPoint) -> Any:
-        return point.x if numeric else point.label
-
-    keys = sorted({key(p) for p in every}) if numeric else list(dict.fromkeys(key(p) for p in every))
-    named = not numeric or all(0 < len(p.label) <= SHORT for p in every)
-    names = {key(p): p.label if named else number(p.x) for p in every}
-    places = keys if numeric else range(len(keys))
-    x = Scale.over(places, LEFT + 16, WIDTH - RIGHT - 16, margin=0.0 if len(keys) > 1 else 0.04)
-    at = {k: x(place) for k, place in zip(keys, places, strict=True)}
-    y = Scale.over([getattr(p, k) for p in every for k in ("mean", "low", "high")], BASE, TOP, margin=0.06)
-    whisker = Markup('<path class="whisker" d="M{:.1f} {:.1f}V{:.1f}"/>')
-    lines, told = [], {k: [name] for k, name in names.items()}
-    for place, (i, arm, points) in enumerate(arms):
-        shift = APART * min(1.0, 6 / len(arms)) * (place - (len(arms) - 1) / 2)
-        ordered = sorted(points, key=lambda p: at[key(p)])
-        means = [(at[key(p)] + shift, y(p.mean) if finite(p.mean) else None) for p in ordered]
-        there = [(at[key(p)] + shift, p.low, p.high) for p in points if finite(p.low) and finite(p.high)]
-        whiskers = [whisker.format(left, y(low), y(high)) for left, low, high in there]
-        pins = [marker(i, left, top) for left, top in means if top is not None]
-        line = [polylines(means, dash(i))] if numeric else []
-        lines.append(Markup("<g {}>{}</g>").format(look(i), joined([*whiskers, *line, *pins])))
-        for p in points:
-            mean, low, high = (amount(value, unit) for value in (p.mean, p.low, p.high))
-            told[key(p)].append(f"{arm}: {mean} ({low} to {high})")
-    texts = ["\n".join(told[k]) for k in keys]
-    tilted = not numeric and max(map(len, names.values())) * LETTER * len(keys) > WIDTH - LEFT - RIGHT
-    labels = _tilted([(at[k], names[k]) for k in keys]) if tilted else _apart([(at[k], names[k]) for k in keys])
-    body = joined([axes(None, y, unit), labels, *lines, hits(texts, x, places)])
-    return frame("Score against strength. " + ". ".join(texts), body, more=TILTED if tilted else 0)
+    found: dict[tuple[str, str], list[ComparisonResult]] = {}
+    for c in sorted(comparisons, key=lambda c: not c.primary):
+        key = (c.unit, "" if c.unit == "points" else c.endpoint)
+        found.setdefault(key, []).append(c)
+    return [(f"{endpoint}, {unit}".strip(", "), members) for (unit, endpoint), members in found.items()]
 
 
-def _tilted(names: Sequence[tuple[float, str]]) -> Markup:
-    """Names that need more room than there is side by side."""
-    text = Markup('<text class="end" transform="translate({:.1f} {}) rotate(-38)">{}</text>')
-    return joined(
-        text.format(at + 4, BASE + 13, name if len(name) <= LONGEST else name[: LONGEST - 1] + "…") for at, name in names
-    )
+def forest_scale(comparisons: Iterable[ComparisonResult]) -> Scale:
+    """One axis for these comparisons; zero is on it, and so is every interval and every zone."""
+    values = [0.0]
+    for c in comparisons:
+        ends = known([c.difference, c.ci_low, c.ci_high, *(s.value for s in c.per_seed), c.detectable])
+        values += [c.scale * v for v in ends] + ([-c.scale * c.detectable] if finite(c.detectable) else [])
+    return Scale.over(values if len(values) > 1 else [-1.0, 1.0], 2.0, 98.0)
 
 
-def _apart(names: Sequence[tuple[float, str]]) -> Markup:
-    """Names side by side; one that would touch the one before is left out."""
-    text, parts, free = Markup('<text class="x" x="{:.1f}" y="{}">{}</text>'), [], 0.0
-    for at, name in names:
-        half = LETTER * len(name) / 2
-        if at - half >= free:
-            parts.append(text.format(at, BASE + 14, name))
-            free = at + half
-    return joined(parts)
+def forest_row(c: ComparisonResult, x: Scale) -> Markup:
+    """One comparison as a strip."""
+    line = Markup('<rect class="{}" x="{:.2f}%"/>')
+    parts = [*(line.format("", x(t)) for t in x.ticks(6) if t), line.format("zero", x(0.0))]
+    texts = [told(c)]
+    if finite(c.detectable):
+        low, high = x(-c.detectable * c.scale), x(c.detectable * c.scale)
+        parts.append(Markup('<rect class="zone" x="{:.2f}%" width="{:.2f}%"/>').format(low, high - low))
+        texts.append(f"smallest detectable: {signed(c.detectable, c.scale, c.unit).lstrip('+')} {c.unit}")
+    dot = Markup('<circle cx="{:.1f}%"/>')
+    parts += [dot.format(x(s.value * c.scale)) for s in c.per_seed if finite(s.value)]
+    if c.per_seed:
+        texts.append("by seed: " + ", ".join(signed(s.value, c.scale, c.unit) for s in c.per_seed))
+    if finite(c.ci_low) and finite(c.ci_high):
+        low, high = x(c.ci_low * c.scale), x(c.ci_high * c.scale)
+        parts.append(Markup('<line class="ci" x1="{:.2f}%" x2="{:.2f}%" y1="44%" y2="44%"/>').format(low, high))
+        parts += [line.format("cap", end) for end in (low, high)]
+    if finite(c.difference):
+        shape = "M0-7L6 0L0 7L-6 0Z" if c.primary else "M-4.5-4.5H4.5V4.5H-4.5Z"
+        mark = '<svg class="pin" x="{:.2f}%" y="44%"><path class="estimate" d="{}"/></svg>'
+        parts.append(Markup(mark).format(x(c.difference * c.scale), shape))
+    kind = {"shown": "shown", "not shown": "unshown"}.get(c.verdict, "nothing")
+    svg = '<svg class="forest {}" role="img" aria-label="{}, {}">{}</svg>'
+    return Markup(svg).format(kind, told(c), c.verdict, joined([*parts, _hit("\n".join(texts))]))
 
 
-# ---- σ over steps
+def told(c: ComparisonResult) -> str:
+    """+1.8 (−0.4 to +4.1) points."""
+    ends = (signed(value, c.scale, c.unit) for value in (c.difference, c.ci_low, c.ci_high))
+    return "{} ({} to {}) {}".format(*ends, c.unit).strip()
 
 
-def schedule(arm: int, name: str, sigma: Sequence[Sigma]) -> Markup:
-    """The schedules of one arm, a line for each group of layers; empty when there is nothing to draw."""
-    groups = [(group.label, [CurvePoint(step=step, mean=value) for step, value in group.points]) for group in sigma]
-    lines = [Line(arm, label, points) for label, points in groups if known(p.mean for p in points)]
-    return curves(f"σ of {name}", lines, labelled=True).svg if lines else Markup("")
+def forest_axis(x: Scale, unit: str) -> Markup:
+    """The numbers under the rows."""
+    text = Markup('<text x="{:.2f}%" y="12">{}</text>')
+    marks = joined(text.format(x(t), ("+" if t > 0 else "") + tick(t)) for t in x.ticks(6))
+    return Markup('<svg class="forest-axis" role="img" aria-label="axis in {}">{}</svg>').format(unit or "units", marks)
+
+
+# ---- strips of seeds
+
+
+def seed_scale(scores: Iterable[ArmScore]) -> Scale:
+    """One scale for all scores of an endpoint."""
+    values = [v for s in scores for v in (s.mean, s.ci_low, s.ci_high, s.first, *(p.value for p in s.per_seed))]
+    return Scale.over(values, 3.0, 97.0)
+
+
+def seed_strip(score: ArmScore, arm: int, x: Scale) -> Markup:
+    """A score: its interval, its mean, the score before training, and a dot for every seed."""
+    line = Markup('<line class="{}" x1="{:.1f}%" x2="{:.1f}%" y1="{}" y2="{}"/>')
+    parts = [line.format("base", 3, 97, 19, 19)]
+    if finite(score.ci_low) and finite(score.ci_high):
+        parts.append(line.format("ci", x(score.ci_low), x(score.ci_high), 19, 19))
+    parts += [line.format(kind, x(v), x(v), 14, 24) for kind, v in (("before", score.first), ("mean", score.mean)) if finite(v)]
+    piled: Counter[int] = Counter()
+    for point in score.per_seed:
+        if finite(point.value):
+            at = x(point.value)
+            parts.append(Markup('<circle cx="{:.1f}%" cy="{}"/>').format(at, 11 - 3 * min(piled[round(at / 4)], 3)))
+            piled[round(at / 4)] += 1
+    texts = [f"seed {p.seed}: {amount(p.value, score.unit)}" for p in score.per_seed]
+    texts += [f"before training: {amount(score.first, score.unit)}"] if finite(score.first) else []
+    label = f"mean {amount(score.mean, score.unit)}; " + "; ".join(texts)
+    svg = '<svg class="seeds" role="img" aria-label="{}"><g {}>{}</g></svg>'
+    return Markup(svg).format(label, look(arm), joined([*parts, _hit("\n".join(texts) or "no seed")]))
+
+
+# ---- heat rows
+
+SHADES = 10
+
+
+@dataclass(frozen=True)
+class HeatmapRow:
+    """A named strip and the ends of its values."""
+
+    name: str
+    svg: Markup
+    low: str = ""
+    high: str = ""
+
+
+def shades(values: Sequence[Any]) -> Scale:
+    """One shading for these values, logarithmic when they are positive and spread more than thirty-fold."""
+    return Scale.over(values, 0.0, SHADES - 1e-6, log=needs_log(values, 30.0), margin=0.0)
+
+
+def value_row(name: str, layers: Sequence[int], values: Sequence[Any], scale: Scale) -> HeatmapRow:
+    """A row of shades."""
+    classes: dict[str, list[int]] = {}
+    for i, value in enumerate(values):
+        classes.setdefault(f"q{int(scale(value))}" if scale.draws(value) else "none", []).append(i)
+    path = Markup('<path class="{}" d="{}"/>')
+    cells = {kind: "".join(f"M{first} 0h{last - first + 1}" for first, last in spans(at)) for kind, at in classes.items()}
+    paths = joined(path.format(kind, cells[kind]) for kind in sorted(cells))
+    seen = known(values)
+    low, high = (number(end(seen)) if seen else "–" for end in (min, max))
+    label = f"{name} over {len(layers)} layers, from {low} to {high}"
+    told = [f"{layer}: {number(value)}" for layer, value in zip(layers, values, strict=True)]
+    head = '<svg class="row heat" viewBox="0 -.5 {} 1" preserveAspectRatio="none" role="img" aria-label="{}" data-name="{}">'
+    svg = Markup(head + "{}{}</svg>").format(len(layers), label, name, paths, _cells(name, told))
+    return HeatmapRow(name, svg, low, high)
+
+
+def status_row(name: str, layers: Sequence[int], results: Sequence[str | None]) -> HeatmapRow:
+    """A row of results; whatever is not a pass carries its mark."""
+    width = 100 / max(len(layers), 1)
+    cell = Markup('<rect class="s-{}" x="{:.3f}%" width="{:.3f}%" height="100%"/>')
+    sign = Markup('<text class="s-{}" x="{:.2f}%" y="14">{}</text>')
+    states = [r if r in MARKS else "absent" for r in (str(r) for r in results)]
+    cells = [cell.format(s, i * width, width * 0.94) for i, s in enumerate(states) if s != "absent"]
+    marked = [(i, s) for i, s in enumerate(states) if s not in ("pass", "absent", "skipped")]
+    signs = [sign.format(s, (i + 0.5) * width, MARKS[s]) for i, s in marked]
+    odd = "; ".join(f"{s} at layer {layers[i]}" for i, s in marked) or "no layer stands out"
+    label = f"{name} over {len(layers)} layers: {odd}"
+    told = [f"{layer}: {state}" for layer, state in zip(layers, states, strict=True)]
+    svg = '<svg class="row status" role="img" aria-label="{}" data-name="{}">{}{}</svg>'
+    return HeatmapRow(name, Markup(svg).format(label, name, joined(cells + signs), _cells(name, told)))
+
+
+def _cells(name: str, told: Sequence[str]) -> Markup:
+    """What the row says when pointed at: all of its cells. The page's script shows the one under the pointer."""
+    return Markup("<title>{}\n{}</title>").format(name, "; ".join(told))
+
+
+def layer_axis(layers: Sequence[int], marked: Sequence[int] = ()) -> Markup:
+    """Numbers of layers under the rows; a marked layer has a triangle."""
+    every = max(1, -(-len(layers) // 10))
+    text = Markup('<text class="{}" x="{:.2f}%" y="12">{}</text>')
+    place = {layer: 100 * (i + 0.5) / len(layers) for i, layer in enumerate(layers)}
+    signs = [text.format("blamed", place[n], f"▲{n}") for n in marked if n in place]
+    free = [n for n in layers[::every] if all(abs(place[n] - place[m]) > 100 / 26 for m in marked if m in place)]
+    label = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers"
+    names = [text.format("", place[n], n) for n in free]
+    return Markup('<svg class="row-axis" role="img" aria-label="{}">{}</svg>').format(label, joined(names + signs))

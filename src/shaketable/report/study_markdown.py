@@ -1,10 +1,8 @@
 """The findings of a study as Markdown, for a pull request, a terminal or a paper's appendix.
 
-The same content as the page in the same order, without its figures: the verdict, the design, scores by seed, every comparison,
-the proof of injection, diagnosis, cost, runs, notes and method. Curves are given by their ends, layers by their extremes; the
-findings hold the rest. Samples are not repeated here: text of a model in a format without escapes is a risk, not a service.
-
-Everything that came from outside is escaped: a name with a pipe, an asterisk or a tag stays what it is.
+The verdict, the design, and the tables of the page. Readings of layers and samples are left to the page: text of a model in a
+format without escapes is a risk, not a service. Everything that came from outside is escaped: a name with a pipe, an asterisk
+or a tag stays what it is.
 """
 
 from __future__ import annotations
@@ -14,44 +12,32 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shaketable.report import study_tables
-from shaketable.report.strips import proof_rows
-from shaketable.report.study_tables import StudyTable
-from shaketable.report.wording import (
-    METHOD,
-    ROUGHNESS,
-    amount,
-    badge,
-    counted,
-    fact,
-    known,
-    missing_runs,
-    named,
-    number,
-    place,
-    proof_summary,
-)
+from shaketable.report.study_tables import StudyTable, TableCell
+from shaketable.report.wording import METHOD, ROUGHNESS, badge, counted, fact, missing_runs, named, place, proof_summary
 from shaketable.study.analysis.results import Findings
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|#~&$])")
+STEPS = "Exploratory; the interval of each step is of that step alone."
 
 
 def markdown(findings: Findings) -> str:
     """The report of a study, or of a single run, as one Markdown text."""
     f = findings.visible()
+    shown, folded = study_tables.proof_tables(f)
+    proof = StudyTable(shown.title, shown.columns, shown.rows + folded.rows)
     blocks = [
         *_verdict(f),
         *_design(f),
-        *_scores(f),
-        *_comparisons(f),
-        *section(study_tables.recovered_table(f)),
-        *section(study_tables.curve_table(f), ROUGHNESS),
-        *_at_steps(f),
-        *section(study_tables.strength_table(f)),
+        *_section("Scores", *study_tables.score_tables(f)),
+        *_section("Comparisons", study_tables.comparison_table(f)),
+        "\n".join(f"- {'**primary:** ' if c.primary else ''}{plain(c.sentence)}" for c in f.comparisons if c.sentence),
+        *_section("Recovered", study_tables.recovered_table(f)),
+        *_section("First and last value, and roughness", study_tables.curve_table(f), lead=ROUGHNESS),
+        *_section("Difference to the baseline, step by step", *study_tables.step_tables(f), lead=STEPS),
         *_diagnoses(f),
-        *_proof(f),
-        *_mechanism(f),
-        *section(study_tables.cost_table(f)),
-        *section(study_tables.run_table(f)),
+        *(_section("Proof of injection", proof) or ["## Proof of injection", "No injection was recorded."]),
+        *_section("Cost", study_tables.cost_table(f)),
+        *_section("Runs", study_tables.run_table(f)),
         *_end(f),
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
@@ -70,10 +56,21 @@ def code(value: Any) -> str:
     return f"{ticks}{pad}{text}{pad}{ticks}" if text else ""
 
 
-def section(made: StudyTable, *notes: str) -> list[str]:
-    """A table of the page with its title, under a few sentences; nothing when it has no rows."""
-    rows = [[code(c.link) if c.link else plain(c.text) for c in row] for row in made.rows]
-    return [f"## {made.title}", *notes, table([plain(name) for name in made.columns], rows)] if rows else []
+def _section(title: str, *tables: StudyTable, lead: str = "") -> list[str]:
+    """Tables of the page under a heading; nothing when they have no rows."""
+    blocks = [f"## {title}", lead]
+    for made in tables:
+        columns = list(made.columns.items())
+        rows = [[_cell(cell, kind) for cell, (_, kind) in zip(row, columns, strict=True)] for row in made.rows]
+        blocks += [f"{plain(made.title)}:" if made.title != title and rows else "", table([plain(n) for n, _ in columns], rows)]
+    return blocks if any(made.rows for made in tables) else []
+
+
+def _cell(cell: TableCell, kind: str) -> str:
+    if cell.link or kind == "code":
+        return code(cell.link or cell.text)
+    more = "; ".join(text for text in (cell.note, f"by seed {cell.seeds}" if cell.seeds else "") if text)
+    return plain(f"{cell.text} ({more})" if more else cell.text)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -117,60 +114,12 @@ def _design(f: Findings) -> list[str]:
     ]
 
 
-def _scores(f: Findings) -> list[str]:
-    rows = []
-    for arm, s in [(a, score) for a in f.arms for score in a.scores]:
-        mean, low, high, first = (amount(value, s.unit) for value in (s.mean, s.ci_low, s.ci_high, s.first))
-        seeds = ", ".join(amount(p.value, s.unit) for p in s.per_seed) or "–"
-        endpoint = f"{s.endpoint}, {s.unit}".rstrip(", ")
-        rows.append([plain(arm.name), plain(s.condition), plain(endpoint), mean, f"{low} … {high}", seeds, first])
-    made = table(("arm", "condition", "endpoint", "mean", "95 % interval", "by seed", "before training"), rows)
-    return ["## Scores", made] if made else []
-
-
-def _comparisons(f: Findings) -> list[str]:
-    if not f.comparisons:
-        return ["## Comparisons", "No comparison is possible."] if f.kind == "study" else []
-    found = sorted(f.comparisons, key=lambda c: not c.primary)
-    sentences = [f"- {'**primary:** ' if c.primary else ''}{plain(c.sentence)}" for c in found if c.sentence]
-    return [*section(study_tables.comparison_table(f)), "\n".join(sentences)]
-
-
-def _at_steps(f: Findings) -> list[str]:
-    found = [block for made in study_tables.step_tables(f) for block in (f"{plain(made.title)}:", *section(made)[1:])]
-    said = "Exploratory; the interval of each step is of that step alone."
-    return ["## Difference to the baseline, step by step", said, *found] if found else []
-
-
 def _diagnoses(f: Findings) -> list[str]:
     lines = []
     for d in f.diagnoses:
-        given = [g for g in d.sigmas if known([g.sigma])]
-        high = max(given, key=lambda g: g.sigma or 0.0, default=None)
-        words = f" Largest σ: {number(high.sigma)} on layer {high.layer}." if high else ""
         planted = f" Planted: {code(d.plan)}." if d.plan else ""
-        lines.append(f"- **{plain(d.verdict)}** {plain(d.sentence.removeprefix(d.verdict + ': '))}{planted}{words}")
+        lines.append(f"- **{plain(d.verdict)}** {plain(d.sentence.removeprefix(d.verdict + ': '))}{planted}")
     return ["## Diagnosis", "\n".join(lines)] if lines else []
-
-
-def _proof(f: Findings) -> list[str]:
-    head = ("arm", "verdict", "where", "fault", "site", "asked", "measured", "changed, %", "forward", "backward", "remark")
-    rows = []
-    for arm, row in [(a, found) for a in f.arms for found in proof_rows(a.proof)]:
-        texts = [plain(arm.name), f"{row.mark} {plain(row.verdict)}", plain(row.where), code(row.fault), code(row.site)]
-        numbers = [row.asked, row.measured, row.changed, number(row.forward), number(row.backward)]
-        rows.append([*texts, *numbers, plain(row.remark or "")])
-    return ["## Proof of injection", table(head, rows) or "No injection was recorded."]
-
-
-def _mechanism(f: Findings) -> list[str]:
-    rows = []
-    for arm, m in [(a, found) for a in f.arms for found in a.mechanism]:
-        seen = [known(getattr(row, key) for row in m.layers) for key in ("grad_norm", "survival", "rms", "kurtosis")]
-        ends = [f"{number(min(values))} … {number(max(values))}" if values else "–" for values in seen]
-        rows.append([plain(arm.name), plain(m.condition), number(m.loss), *ends])
-    made = table(("arm", "condition", "loss", "gradient norm", "survival", "RMS", "kurtosis"), rows)
-    return ["## Mechanism", "Least and greatest over the layers.", made] if made else []
 
 
 def _end(f: Findings) -> list[str]:

@@ -1,19 +1,20 @@
-"""The tables of a study's report, as rows of text: the page and the Markdown show the same ones.
+"""The tables of a study's report. The page, the Markdown and the terminal show the same ones.
 
-A cell is text; the rest of it is for the page alone: the number that its column is sorted by, an arm's marker, a link to a
-record, a state's colour, a bar or a drawing.
+A cell is text; the rest of it is for some of them: the number that its column is sorted by, an arm's line, a link to a record,
+a state's colour, a bar or a drawing, and what stands in for a drawing where there is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 from markupsafe import Markup
 
-from shaketable.report.strips import axis_of, families, forest_axis, forest_row
+from shaketable.report.figures import Scale, families, seed_scale, seed_strip
 from shaketable.report.wording import (
     BADGES,
     amount,
@@ -25,14 +26,17 @@ from shaketable.report.wording import (
     number,
     percent,
     place,
+    ranges,
     share_of,
     signed,
-    strength_unit,
     unit_of,
 )
-from shaketable.study.analysis.results import ArmResult, ComparisonResult, Findings, RecoveredResult, RunFacts
+from shaketable.study.analysis.results import ArmResult, ArmScore, ComparisonResult, Findings, Proof, RunFacts
 
-STATUSES = {"done": "pass", "running": "inconclusive", "partial": "suspect", "missing": "suspect"}
+RUN_STATES = {"done": "pass", "running": "inconclusive", "partial": "suspect", "missing": "suspect"}
+PROOF_STATES = {"agrees": "pass", "proven": "pass", "differs": "suspect", "inert": "fail"}
+UNFOLDED = 60
+"""Rows of proof that are shown at once."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,16 @@ class TableCell:
     state: str = ""
     bar: float | None = None
     """From 0 to 1."""
+    note: str = ""
+    """In smaller letters, or in brackets."""
     drawing: Markup | None = None
+    seeds: str = ""
+    """The seeds of a drawing as text."""
 
     @property
     def sorts_by(self) -> str:
         """The number for the script that sorts; empty when there is none."""
-        return raw(self.value)
+        return f"{self.value:.6g}" if finite(self.value) else ""
 
 
 @dataclass(frozen=True)
@@ -62,8 +70,34 @@ class StudyTable:
     columns: dict[str, str]
     """Each with how it is sorted: `text`, `number`, or not at all; `interval` is aligned as numbers are, `code` set as code."""
     rows: list[list[TableCell]]
-    axis: Markup | None = None
-    """Under the drawings of the last column."""
+
+
+def score_tables(f: Findings) -> list[StudyTable]:
+    """A table per endpoint, arms × conditions; one scale for all of its drawings."""
+    made = []
+    order = [c.name for c in f.study.conditions]
+    for endpoint, unit in dict.fromkeys((s.endpoint, s.unit) for arm in f.arms for s in arm.scores):
+        scores = [{s.condition: s for s in arm.scores if s.endpoint == endpoint} for arm in f.arms]
+        there = {name for own in scores for name in own}
+        names = [name for name in dict.fromkeys([*order, *sorted(there)]) if name in there]
+        x = seed_scale(s for own in scores for s in own.values())
+        rows = [
+            [TableCell(f.arms[i].name, arm=i), *(_score(own.get(name), i, x) for name in names)]
+            for i, own in enumerate(scores)
+            if own
+        ]
+        title = f"{endpoint}, {unit}".removesuffix(", ")
+        made.append(StudyTable(title, {"arm": "text", **dict.fromkeys(names, "number")}, rows))
+    return made
+
+
+def _score(score: ArmScore | None, arm: int, x: Scale) -> TableCell:
+    if score is None:
+        return TableCell("–")
+    mean, low, high, first = (amount(v, score.unit) for v in (score.mean, score.ci_low, score.ci_high, score.first))
+    seeds = ", ".join(amount(p.value, score.unit) for p in score.per_seed)
+    before = f"; before training {first}" if finite(score.first) else ""
+    return TableCell(mean, score.mean, note=f"{low} … {high}", drawing=seed_strip(score, arm, x), seeds=seeds + before)
 
 
 def comparison_table(f: Findings) -> StudyTable:
@@ -76,8 +110,7 @@ def comparison_table(f: Findings) -> StudyTable:
 
 
 def _comparison(c: ComparisonResult) -> list[TableCell]:
-    keys = ("difference", "ci_low", "ci_high", "detectable")
-    difference, low, high, least = (signed(getattr(c, key), c.scale, c.unit) for key in keys)
+    difference, low, high, least = (signed(v, c.scale, c.unit) for v in (c.difference, c.ci_low, c.ci_high, c.detectable))
     return [
         TableCell(f"{'◆ ' if c.primary else ''}{c.a} − {c.b}"),
         TableCell(place(c.condition, c.endpoint)),
@@ -93,29 +126,21 @@ def _comparison(c: ComparisonResult) -> list[TableCell]:
 
 def recovered_table(f: Findings) -> StudyTable:
     """The share of the loss that each arm recovered."""
-    rows = [r for r in f.recovered if finite(r.share)]
-    drawn = [_as_comparison(r) for r in rows]
-    x = axis_of(drawn)
-    cells = [
+    rows = [
         [
             TableCell(r.arm),
             TableCell(r.condition),
             TableCell(amount(r.taken, "points"), r.taken),
             TableCell(f"{amount(r.before, 'points')} → {amount(r.after, 'points')}"),
             TableCell(f"{amount(r.clean, 'points')} → {amount(r.clean_after, 'points')}"),
-            TableCell(share_of(r.share or 0.0, r.interval.low, r.interval.high), r.share, drawing=forest_row(c, x)),
+            TableCell(share_of(r.share or 0.0, r.interval.low, r.interval.high), r.share),
         ]
-        for r, c in zip(rows, drawn, strict=True)
+        for r in f.recovered
+        if finite(r.share)
     ]
     columns = {"arm": "", "condition": "", "cost of the fault": "interval", "before → after": "interval"}
     columns |= {"clean before → after": "interval", "recovered, 95 % interval": "interval"}
-    return StudyTable("Recovered", columns, cells, forest_axis(x, "%"))
-
-
-def _as_comparison(r: RecoveredResult) -> ComparisonResult:
-    low, high = (end if finite(end) else None for end in (r.interval.low, r.interval.high))
-    verdict: Literal["shown", "not shown"] = "shown" if low is not None and low > 0 else "not shown"
-    return ComparisonResult(a="", b="", difference=r.share, ci_low=low, ci_high=high, scale=100, unit="%", verdict=verdict)
+    return StudyTable("Recovered", columns, rows)
 
 
 def curve_table(f: Findings) -> StudyTable:
@@ -146,38 +171,78 @@ def step_tables(f: Findings) -> list[StudyTable]:
     return made
 
 
-def strength_table(f: Findings) -> StudyTable:
-    """The numbers of the robustness curves: arms × conditions; an arm that lacks a condition has a dash there."""
-    unit = strength_unit(f.robustness)
-    heads = {p.condition or p.label: p.label or number(p.x) for r in f.robustness for p in r.points}
-    numbers = {arm.name: i for i, arm in reversed(list(enumerate(f.arms)))}
+def proof_tables(f: Findings) -> tuple[StudyTable, StudyTable]:
+    """Places that say the same as one row, what is wrong first. Where there are many, those scored as planned are apart."""
+    order = {"inert": 0, "differs": 1}
     rows = []
-    for r in f.robustness:
-        own = {}
-        for p in r.points:
-            mean, low, high = (amount(value, unit) for value in (p.mean, p.low, p.high))
-            own[p.condition or p.label] = TableCell(f"{mean} ({low} … {high})", p.mean)
-        rows.append([TableCell(r.arm, arm=numbers.get(r.arm)), *(own.get(key, TableCell("–")) for key in heads)])
-    return StudyTable("Score by condition", {"arm": "text", **dict.fromkeys(heads.values(), "number")}, rows)
+    for i, arm in enumerate(f.arms):
+        groups: dict[Any, list[Proof]] = {}
+        for one in arm.proof:
+            groups.setdefault((one.where, one.fault, one.verdict, one.remark), []).append(one)
+        for places in sorted(groups.values(), key=lambda places: order.get(places[0].verdict, 2)):
+            as_planned = PROOF_STATES.get(places[0].verdict) == "pass" and places[0].where.startswith("scored")
+            rows.append((_proof(i, arm, places), as_planned))
+    many = len(rows) > UNFOLDED
+    columns = dict.fromkeys(("arm", "verdict", "where"), "text") | {"fault": "code", "site": "code"}
+    columns |= dict.fromkeys(("asked", "measured", "relative error", "changed, %", "forward", "backward"), "interval")
+    columns |= {"remark": ""}
+    shown, folded = ([row for row, folds in rows if (many and folds) is fold] for fold in (False, True))
+    return StudyTable("Proof of injection", columns, shown), StudyTable("Scored as planned", columns, folded)
+
+
+def _proof(i: int, arm: ArmResult, places: Sequence[Proof]) -> list[TableCell]:
+    first = places[0]
+    survive = [100 * p.survival for p in places if first.fault.startswith("dead_zone") and finite(p.survival)]
+    changed = extent(100 * p.changed for p in places if finite(p.changed))
+    counts = ([c for c in (getattr(p, way) for p in places) if c is not None] for way in ("forward", "backward"))
+    return [
+        TableCell(arm.name, arm=i),
+        TableCell(first.verdict or "unknown", state=PROOF_STATES.get(first.verdict, "inconclusive")),
+        TableCell(first.where),
+        TableCell(first.fault),
+        TableCell(sites([p.site for p in places])),
+        *(TableCell(extent(getattr(p, name) for p in places)) for name in ("asked", "measured", "error")),
+        TableCell(changed + (f" ({extent(survive)} survive)" if survive else "")),
+        *(TableCell(number(sum(found) if found else None)) for found in counts),
+        TableCell(first.remark or ""),
+    ]
+
+
+def sites(names: Sequence[str]) -> str:
+    """`layer.0–7` for many layers; the first few of other names and their number."""
+    unique = list(dict.fromkeys(names))
+    layers = [re.fullmatch(r"layer\.(\d+)", name) for name in unique]
+    numbers = [int(m[1]) for m in layers if m]
+    if len(unique) > 1 and len(numbers) == len(unique):
+        return "layer." + ranges(numbers, 6)
+    return ", ".join(unique[:3]) + (f" and {len(unique) - 3} more" if len(unique) > 3 else "")
+
+
+def extent(values: Iterable[Any]) -> str:
+    """0.05, or 0.049 … 0.051 where values differ."""
+    seen = known(values)
+    if not seen:
+        return "–"
+    low, high = number(min(seen)), number(max(seen))
+    return low if low == high else f"{low} … {high}"
 
 
 def cost_table(f: Findings) -> StudyTable:
     """Seconds per step, and the shares of a step."""
-    there = [(i, arm) for i, arm in enumerate(f.arms) if arm.cost.is_known]
-    slowest, longest = (_largest(f.arms, key) for key in ("seconds_per_step", "evaluation_seconds"))
+    slowest, longest = (
+        max(known(getattr(arm.cost, key) for arm in f.arms), default=0.0) or 1.0
+        for key in ("seconds_per_step", "evaluation_seconds")
+    )
     rows = []
-    for i, arm in there:
+    for i, arm in enumerate(f.arms):
         c = arm.cost
         shares = [TableCell(percent(s), s, bar=s or 0.0) for s in (c.sampling_share, c.injection_share, c.aqn_share)]
         step = TableCell(number(c.seconds_per_step), c.seconds_per_step, bar=(c.seconds_per_step or 0.0) / slowest)
         score = TableCell(duration(c.evaluation_seconds), c.evaluation_seconds, bar=(c.evaluation_seconds or 0.0) / longest)
-        rows.append([TableCell(arm.name, arm=i), step, *shares, score])
+        if c.is_known:
+            rows.append([TableCell(arm.name, arm=i), step, *shares, score])
     columns = dict.fromkeys(("seconds per step", "sampling", "injection", "AQN", "evaluation"), "number")
     return StudyTable("Cost", {"arm": "text", **columns}, rows)
-
-
-def _largest(arms: Sequence[ArmResult], key: str) -> float:
-    return max(known(getattr(arm.cost, key) for arm in arms), default=0.0) or 1.0
 
 
 def run_table(f: Findings) -> StudyTable:
@@ -188,18 +253,16 @@ def run_table(f: Findings) -> StudyTable:
 
 
 def _run(run: RunFacts) -> list[TableCell]:
-    folder = "" if run.status == "missing" else link(run.folder)
-    remarks = "; ".join(text for text in [run.error, *run.warnings] if text)
     return [
-        TableCell(run.name, link=folder),
+        TableCell(run.name, link="" if run.status == "missing" else link(run.folder)),
         TableCell(run.arm or ""),
         TableCell(number(run.seed), run.seed),
-        TableCell(run.status, state=STATUSES.get(run.status, "fail")),
+        TableCell(run.status, state=RUN_STATES.get(run.status, "fail")),
         TableCell(duration(run.seconds), run.seconds),
         *(TableCell(number(value), value) for value in (run.attempts, run.resumed)),
         TableCell(run.id or ""),
         TableCell(run.sha or ""),
-        TableCell(remarks, state="fail" if run.error else ""),
+        TableCell("; ".join(text for text in [run.error, *run.warnings] if text), state="fail" if run.error else ""),
     ]
 
 
@@ -207,8 +270,3 @@ def link(folder: str) -> str:
     """A relative folder as an address; empty for anything that could lead elsewhere."""
     outside = not folder or folder.startswith(("/", "\\")) or ":" in folder.split("/")[0]
     return "" if outside else quote(folder, safe="/-._~")
-
-
-def raw(value: Any) -> str:
-    """A number for the script that sorts; empty when there is none."""
-    return f"{value:.6g}" if finite(value) else ""

@@ -7,21 +7,13 @@ word is never shortened to "no difference".
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 if TYPE_CHECKING:
-    from shaketable.study.analysis.results import (
-        ArmResult,
-        ComparisonResult,
-        Findings,
-        Robustness,
-        RunFacts,
-        StepDifference,
-    )
+    from shaketable.study.analysis.results import ArmResult, ComparisonResult, Findings, RunFacts, StepDifference
 
 PROBES = ("weights", "repeat", "links", "twin", "causal", "replay", "batch", "decode")
 MARKS = {"pass": "✓", "fail": "✕", "suspect": "▲", "inconclusive": "?", "skipped": "–", "absent": "·"}
@@ -45,8 +37,6 @@ METHOD = (
     " from the measured spread and never from the measured difference.",
 )
 ROUGHNESS = "Roughness: how far a point lies, on average, from the straight line between its two neighbours, by run."
-TEXT_BUDGET = 90_000
-LONGEST, SHORTEST = 1500, 160
 
 
 # ---- numbers
@@ -126,9 +116,7 @@ def badge(f: Findings) -> Badge:
     mark, words, tone = BADGES[f.verdict.kind]
     if f.kind == "run":
         mark, words, tone = "·", "one run, no comparison", "inconclusive"
-    headline = f.verdict.headline or f.study.name
-    for prefix in ("Shown: ", "Not shown: ", "Nothing: ", "Nothing can be concluded: "):
-        headline = headline.removeprefix(prefix)
+    headline = (f.verdict.headline or f.study.name).removeprefix(f"{words.capitalize()}: ")
     return Badge(mark, words, tone, headline[:1].upper() + headline[1:])
 
 
@@ -219,17 +207,8 @@ def named(f: Findings) -> str:
 
 
 def methods_of(comparisons: Iterable[ComparisonResult]) -> list[str]:
-    """The methods of comparisons, each once; those that differ only in their degrees of freedom together."""
-    found: dict[str, list[float]] = {}
-    for method in (c.method for c in comparisons if c.method):
-        name, _, freedom = method.partition(", t with ")
-        found.setdefault(name, []).extend(float(x) for x in re.findall(r"^[\d.]+", freedom))
-    return [f"{name}, t with {_span(freedom)} degrees of freedom" if freedom else name for name, freedom in found.items()]
-
-
-def _span(values: list[float]) -> str:
-    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
-    return low if low == high else f"{low} to {high}"
+    """The methods of comparisons, each once and without its degrees of freedom."""
+    return list(dict.fromkeys(c.method.partition(", t with ")[0] for c in comparisons if c.method))
 
 
 def place(condition: str | None, endpoint: str) -> str:
@@ -241,14 +220,3 @@ def place(condition: str | None, endpoint: str) -> str:
 def unit_of(curve: str) -> str:
     """Accuracies are fractions that are read in points; other curves are read as they are."""
     return "points" if curve.startswith("accuracy") else ""
-
-
-def strength_unit(robustness: Sequence[Robustness]) -> str:
-    """Scores of robustness curves are read in points when all of them are fractions."""
-    means = known(p.mean for r in robustness for p in r.points)
-    return "points" if all(0 <= mean <= 1 for mean in means) else ""
-
-
-def excerpt_length(shown: Iterable[int]) -> int:
-    """How much of each sample is shown, so that the page stays small whatever the number of samples."""
-    return max(SHORTEST, min(LONGEST, TEXT_BUDGET // max(sum(shown), 1)))

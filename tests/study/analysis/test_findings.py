@@ -80,9 +80,9 @@ def test_the_mechanism_knows_the_layer_that_was_hit(found):
 
 def test_sigma_cost_and_samples_are_those_of_the_runs(found):
     plain, noisy = found["arms"]
-    assert plain["sigma"] == [] and plain["cost"]["seconds_per_step"] is None
-    [line] = noisy["sigma"]
-    assert len(line["points"]) == 4 and max(s for _, s in line["points"]) == pytest.approx(0.05)
+    assert plain["curves"] == [] and plain["cost"]["seconds_per_step"] is None
+    [line] = [curve["points"] for curve in noisy["curves"] if curve["name"] == "σ of AQN"]
+    assert len(line) == 4 and max(p["high"] for p in line) == pytest.approx(0.05)
     assert 0 < noisy["cost"]["aqn_share"] < 1 and noisy["cost"]["injection_share"] > 0
     sample = plain["samples"][0]
     assert sample["question"] and sample["answer"] and sample["condition"] == "clean"
@@ -93,21 +93,8 @@ def copied(store, folder):
     return folder / "small"
 
 
-def test_a_comparison_named_after_the_results_is_called_exploratory(store, tmp_path):
-    folder = copied(store, tmp_path)
-    other = small(compare={"primary": {"a": "noise + AQN", "b": "as it comes", "condition": "faulty"}})
-    define(other, tmp_path)
-    late = findings(other, folder)
-    assert not late["study"]["named_before"]
-    [note] = late["notes"]
-    assert "after the first run had ended: the primary comparison (it was noise + AQN − as it comes, noise accuracy)" in note
-    assert findings(small(), folder)["study"]["named_before"], "the first one was named in time"
-
-
 LATE = {
     "seeds": ({"seeds": 1}, "seeds", False),
-    "steps": ({"train": data()["train"] | {"steps": 3}}, "train", False),
-    "problems": ({"evaluate": data()["evaluate"] | {"n": 9}}, "evaluate", False),
     "an arm of it": (
         {"arms": ARMS | {"noise + AQN": {"plan": "noise", "aqn": "constant:0.1"}}},
         "the arm 'noise + AQN'",

@@ -2,18 +2,13 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.statistics import detectable
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.analysis import findings as found_of
-from shaketable.study.analysis.findings import OWN_PLAN
-from shaketable.study.analysis.findings import findings as findings_of
 from shaketable.study.analysis.results import SCHEMA, Findings
 from shaketable.study.cells import cells_of
-from shaketable.study.runs import Run
 from shaketable.study.store import described, digest
 from tests.study.small_studies import FAULTY, NOISE, data, findings, study
 
@@ -78,50 +73,22 @@ def two_arms(**replaced):
 # ---- a whole study
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("study")
-    written(folder, two_arms(), plain)
-    return findings(two_arms(), folder) | {"where": folder}
-
-
-def test_a_study_of_written_records_is_whole_and_fits_the_shape_of_the_report(found):
-    told = {k: v for k, v in found.items() if k != "where"}
-    assert (told["schema"], told["kind"]) == (SCHEMA, "study")
+def test_a_study_is_told_with_its_arms_scores_verdict_and_runs(tmp_path):
+    there = {"python": "3.12"}
+    told = findings(two_arms(), written(tmp_path, two_arms(), plain, others={("better", 1): there}))
+    assert (told["schema"], told["kind"], told["complete"], told["notes"]) == (SCHEMA, "study", True, [])
     assert json.loads(Findings.model_validate(told).to_json()) == told
-    assert (told["complete"], told["notes"], told["diagnoses"], told["recovered"]) == (True, [], [], [])
-
-
-def test_the_study_is_told_with_its_digest_and_that_it_was_named_before(found):
-    assert (found["study"]["named_before"], found["study"]["digest"]) == (True, digest(found["where"]))
-    assert (found["study"]["name"], found["study"]["n"], found["study"]["seeds"]) == ("small", 12, [0, 1, 2])
-
-
-def test_every_arm_has_its_own_scores_seeds_and_settings(found):
-    plain, better = found["arms"]
-    assert (plain["description"], plain["settings"], better["settings"]) == ("the model", [], ["layer 2 not run"])
-    assert (plain["seeds"], better["seeds"]) == ([0, 1, 2], [0, 1, 2])
-    assert [(s["condition"], s["mean"]) for s in plain["scores"]] == [
+    assert (told["study"]["named_before"], told["study"]["digest"]) == (True, digest(tmp_path))
+    model, better = told["arms"]
+    assert (model["description"], model["settings"], better["settings"]) == ("the model", [], ["layer 2 not run"])
+    assert [(s["condition"], s["mean"]) for s in model["scores"]] == [
         ("clean", pytest.approx(5 / 6)), ("faulty", pytest.approx(1 / 6)), ("noise", 0.5),
     ]  # fmt: skip
-    assert [s["value"] for s in better["scores"][2]["per_seed"]] == pytest.approx([5 / 6, 1.0, 5 / 6])
-    for arm in (plain, better):
-        assert (arm["kind"], arm["plan"], arm["plan_in"], arm["aqn"], arm["guided"]) == ("evaluate", None, "own", None, None)
-        assert (arm["model"], arm["task"], arm["sigma"]) == ("nano", "arithmetic", [])
-
-
-def test_the_verdict_is_that_of_the_primary_comparison(found):
-    [primary] = found["comparisons"]
-    assert (primary["a"], primary["b"], primary["seeds"]) == ("better", "as it comes", 3)
-    assert primary["difference"] == pytest.approx(8 / 18 - 1 / 18)
-    assert found["verdict"]["sentence"] == primary["sentence"] and found["verdict"]["kind"] == primary["verdict"]
-
-
-def test_the_table_of_runs_has_every_run_in_the_order_of_the_study(found):
-    names = [cell.name for cell in cells_of(two_arms())]
-    assert [run["name"] for run in found["runs"]] == names and {run["status"] for run in found["runs"]} == {"done"}
-    assert [run["folder"] for run in found["runs"]] == [f"runs/{name}" for name in names]
-    assert found["environments"] == [{"runs": 6, "facts": HERE}]
+    [primary] = told["comparisons"]
+    assert primary["difference"] == pytest.approx(8 / 18 - 1 / 18) and primary["seeds"] == 3
+    assert told["verdict"]["sentence"] == primary["sentence"] and told["verdict"]["kind"] == primary["verdict"]
+    assert [run["folder"] for run in told["runs"]] == [f"runs/{cell.name}" for cell in cells_of(two_arms())]
+    assert told["environments"] == [{"runs": 5, "facts": HERE}, {"runs": 1, "facts": there}]
 
 
 # ---- what is missing, old or damaged
@@ -171,46 +138,7 @@ def test_notes_are_in_their_order_and_a_changed_record_is_left_out(tmp_path):
     assert told["verdict"]["kind"] == "nothing" and "the weights of nano" in told["verdict"]["headline"]
 
 
-def test_losses_are_scored_beside_the_answers(tmp_path):
-    def events(cell):
-        _, facts = told = evaluation(0, **ROWS)
-        for row in facts["conditions"]:
-            row["answers"], row["loss"] = answers([1, 0], loss=2.0 + cell.seed), 2.0 + cell.seed
-        return [MADE, told, END]
-
-    asked = two_arms(evaluate=data()["evaluate"] | {"loss": True})
-    written(tmp_path, asked, events)
-    scores = findings(asked, tmp_path)["arms"][0]["scores"]
-    assert [(s["endpoint"], s["condition"]) for s in scores] == [
-        (endpoint, name) for endpoint in ("accuracy", "loss") for name in ("clean", "faulty", "noise")
-    ]
-    assert (scores[3]["mean"], scores[3]["unit"]) == (3.0, "nats")
-
-
-def test_machines_are_told_apart(tmp_path):
-    there = {"python": "3.12"}
-    written(tmp_path, two_arms(), plain, others={("better", 1): there})
-    assert findings(two_arms(), tmp_path)["environments"] == [{"runs": 5, "facts": HERE}, {"runs": 1, "facts": there}]
-
-
-# ---- kinds of arms
-
-
-def test_arms_with_something_on_while_they_are_scored_have_a_condition_of_their_own(tmp_path):
-    arms = {
-        "as it comes": {"train": False},
-        "own": {"train": False, "plan": NOISE, "model": "other/model", "aqn": "constant:0.01,form=output"},
-    }
-    asked = study(arms=arms, compare={"primary": {"a": "own", "b": "as it comes", "condition": "own"}})
-    rows = ROWS | {"own": [1, 0, 1, 1, 1, 0]}
-    written(tmp_path, asked, lambda cell: [MADE, evaluation(0, **rows), END])
-    told = findings(asked, tmp_path)
-    assert told["study"]["conditions"][-1] == {"name": "own", "plan": OWN_PLAN} == {"name": "own", "plan": "the plan and the noise of each arm"}  # fmt: skip
-    own = told["arms"][1]
-    assert (own["model"], own["plan"], own["plan_in"]) == ("other/model", NOISE, "own")
-    assert own["aqn"] == "constant:0.01,form=output" and own["guided"] is None and own["settings"] == ["model other/model"]
-    assert [s["condition"] for s in own["scores"]] == ["clean", "faulty", "noise", "own"]
-    assert all([p["condition"] for p in row["points"]] == ["clean", "faulty", "noise"] for row in told["robustness"])
+# ---- hardened and guided arms
 
 
 def test_what_came_back_in_a_hardened_arm_is_told_with_the_verdict(tmp_path):
@@ -262,24 +190,6 @@ def test_only_a_diagnosis_that_has_ended_is_shown(tmp_path, status):
     assert first["folder"].startswith("runs/diagnosis-") and told["complete"] is (status == "done")
 
 
-def test_runs_that_were_made_elsewhere_are_named_first(tmp_path):
-    arms = {"as it comes": {"train": False}, "theirs": {"elsewhere": True}}
-    asked = study(arms=arms, compare={"primary": {"a": "theirs", "b": "as it comes", "condition": "noise"}})
-
-    def events(cell):
-        if cell.kind != "added":
-            return plain(cell)
-        added = {"how": "verl", "path": "a/b", "ledger": False, "ended": 9e9}
-        return [("added", added), ("warning", {"text": "slow"}), evaluation(0, **ROWS), END]
-
-    written(tmp_path, asked, events)
-    told = findings(asked, tmp_path)
-    names = [run["name"] for run in told["runs"] if run["arm"] == "theirs"]
-    assert told["notes"][0] == f"2 of 4 runs were made elsewhere and added: {', '.join(names)}"
-    assert told["notes"][1].startswith(f"{', '.join(names)} have no ledger: ") and len(told["notes"]) == 2
-    assert told["runs"][1]["warnings"] == ["made elsewhere: verl, a/b", "slow"] and told["arms"][1]["kind"] == "added"
-
-
 def test_noise_is_that_of_the_first_run_and_a_guided_arm_names_its_guide(tmp_path):
     """Layer 1 was found; the runs had another noise than the rules of today give, each its own."""
     statistics = {"gain": 0.9, "kurtosis": 2.0, "instability": 0.0}
@@ -303,20 +213,13 @@ def test_noise_is_that_of_the_first_run_and_a_guided_arm_names_its_guide(tmp_pat
         "targeted": ("fault", "constant:0.05,layers=1,multipliers=1:4"),
         "as it comes": (None, None),
     }
-    assert [(line["label"], line["points"]) for line in arms["targeted"]["sigma"]] == [
-        ("layer 1", [[step, pytest.approx(0.2)] for step in range(4)])
-    ]
-    assert len(arms["noise + AQN"]["sigma"]) == 1 and arms["noise"]["sigma"] == [] == arms["as it comes"]["sigma"]
+    sigma = {name: [curve for curve in arm["curves"] if curve["name"] == "σ of AQN"] for name, arm in arms.items()}
+    assert [len(curves) for curves in sigma.values()] == [0, 1, 1, 0]
+    assert [p["mean"] for p in sigma["targeted"][0]["points"]] == pytest.approx([0.2] * 4)
     [shown] = told["diagnoses"]
     assert [row["sigma"] for row in shown["sigmas"]] == [0.05, pytest.approx(0.25)], "the last of the runs that it guided"
     assert shown["sigmas"][1]["why"][0].startswith("the rules of that time; those of today give")
     assert shown["layers"][0] == {"layer": 0, "results": {"replay": "pass"}, "statistics": statistics}
-    assert {name: (arm["kind"], arm["plan_in"], arm["plan"]) for name, arm in arms.items()} == {
-        "noise": ("train", "both", NOISE),
-        "noise + AQN": ("train", "both", NOISE),
-        "targeted": ("train", "both", FAULTY),
-        "as it comes": ("evaluate", "own", None),
-    }
 
 
 def test_every_arm_is_compared_with_the_one_that_is_named_under_every_condition(tmp_path):
@@ -341,25 +244,15 @@ def one_run(folder, *events, about=None, **changes):
     return run_findings(folder)
 
 
-def test_a_run_of_a_study_is_called_by_its_arm_and_any_other_by_its_folder(tmp_path):
+def test_a_single_run_has_its_scores_and_conditions_under_its_arm_or_its_folder(tmp_path):
     mine = one_run(tmp_path / "mine", MADE, evaluation(0, **ROWS), END, about={"arm": "noise + AQN"})
-    other = one_run(tmp_path / "other", MADE, evaluation(0, **ROWS), END)
-    assert [f["arms"][0]["name"] for f in (mine, other)] == ["noise + AQN", "other"]
-    assert [f["robustness"][0]["arm"] for f in (mine, other)] == ["noise + AQN", "other"]
-    assert [f["study"]["name"] for f in (mine, other)] == ["mine", "other"]
-
-
-def test_a_single_run_has_its_scores_conditions_and_noise(tmp_path):
     told = one_run(tmp_path / "run", MADE, evaluation(0, **ROWS), END)
-    assert told["kind"] == "run" and told["schema"] == SCHEMA
+    assert [f["arms"][0]["name"] for f in (mine, told)] == ["noise + AQN", "run"]
+    assert (told["kind"], told["schema"], told["complete"], told["notes"]) == ("run", SCHEMA, True, [])
     arm = told["arms"][0]
-    assert (arm["aqn"], arm["plan"], arm["seeds"]) == (CONFIG["aqn"], NOISE, [1]) and arm["sigma"][0]["points"]
-    assert told["study"]["conditions"] == [
-        {"name": "clean", "plan": None}, {"name": "faulty", "plan": FAULTY}, {"name": "noise", "plan": NOISE},
-    ]  # fmt: skip
+    assert (arm["aqn"], arm["plan"], arm["seeds"]) == (CONFIG["aqn"], NOISE, [1])
+    assert [(c["name"], c["plan"]) for c in told["study"]["conditions"]] == [("clean", None), *PLANS.items()]
     assert [s["condition"] for s in arm["scores"]] == ["clean", "faulty", "noise"]
-    assert (told["complete"], told["notes"], told["recovered"]) == (True, [], [])
-    assert told["environments"] == [{"runs": 1, "facts": HERE}]
     assert (told["runs"][0]["folder"], told["runs"][0]["name"], told["runs"][0]["seed"]) == (".", "run", 1)
     assert told["verdict"]["headline"] == "One training run"
 
@@ -370,7 +263,7 @@ def test_a_run_of_another_verb_is_no_training_run(tmp_path):
         run_findings(tmp_path / "run")
 
 
-# ---- step by step, and what the dry run had said
+# ---- step by step
 
 
 def trained_at(steps):
@@ -416,20 +309,3 @@ def test_the_steps_of_the_comparison_can_be_named(tmp_path):
     assert len(rows) == 4 and all([p["step"] for p in row["points"]] == [4] for row in rows)
     with pytest.raises(ShaketableError, match=r"report\.steps: step 3 is not scored; evaluate\.every is 2"):
         two_trained(report={"steps": [3]})
-
-
-def test_a_report_says_why_its_reach_is_not_that_of_the_dry_run(found, tmp_path):
-    written(tmp_path, two_arms(), plain)
-    [note] = findings_of(two_arms(), tmp_path).notes
-    primary = found["comparisons"][0]
-    assert primary["planned"] == pytest.approx(detectable(6, seeds=3, seed_sd=0.01))
-    assert primary["spread"]["disagreement"] == pytest.approx(mean_square(two_arms(), tmp_path))
-    assert note.startswith("3 seeds × 6 problems show ") and "by the same formula, for arms that disagree on 25%" in note
-
-
-def mean_square(asked, folder):
-    rows = {
-        arm: [Run.of(c, folder / "runs").scores("noise", "accuracy") for c in cells_of(asked) if c.arm == arm]
-        for arm in asked.arms
-    }
-    return float(((np.array(rows["better"]) - np.array(rows["as it comes"])) ** 2).mean())

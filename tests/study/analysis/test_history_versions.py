@@ -1,7 +1,5 @@
 """Versions of a study written by hand, with their times: which one was in force when the first run ended, and what is told."""
 
-import time
-
 import pytest
 
 from shaketable.records.record import RunRecord
@@ -34,25 +32,12 @@ def test_a_version_that_came_after_the_results_is_told_with_its_time(tmp_path, m
     assert changes(FOUR, tmp_path, ended(100)) == (False, [f"changed in this report only, {LATE}"])
 
 
-def test_the_time_of_a_change_is_the_same_in_every_time_zone(tmp_path, monkeypatch):
-    written(tmp_path, monkeypatch, (TWO, 60, False), (THREE, 7200, True))
-    try:
-        with monkeypatch.context() as patch:
-            patch.setenv("TZ", "JST-9")
-            time.tzset()
-            assert changes(THREE, tmp_path, ended(100))[1] == [f"changed on 1970-01-01 at 02:00 UTC, {LATE}"]
-    finally:
-        time.tzset()
-
-
 @pytest.mark.parametrize(
     ("versions", "end", "in_time"),
     [
         ([(TWO, 10, False), (THREE, 20, False), (FOUR, 200, True)], 100, THREE),  # the last one before the results
         ([(TWO, 500, False), (THREE, 50, True)], 100, TWO),  # what a version says itself counts more than the clock
-        ([(TWO, 10, None), (THREE, 50, None), (FOUR, 200, None)], 100, THREE),  # those that do not say are told by the clock
-        ([(TWO, 10, None), (THREE, 50, None), (FOUR, 200, None)], 200, FOUR),  # at the very second it is in time
-        ([(TWO, 300, None), (THREE, 400, None)], 100, TWO),  # none came before the results: the first counts
+        ([(TWO, 10, None), (THREE, 50, None), (FOUR, 200, None)], 100, TWO),  # of those that do not say, the first counts
     ],
 )
 def test_which_version_was_in_force_when_the_first_run_ended(tmp_path, monkeypatch, versions, end, in_time):
@@ -84,12 +69,6 @@ def test_a_definition_that_is_a_record_of_something_else_cannot_tell(tmp_path):
     assert changes(TWO, tmp_path, []) == (False, [f"it is unknown when the comparison was named: {why}"])
 
 
-def test_a_definition_that_was_stopped_before_it_was_written_cannot_tell(tmp_path):
-    RunRecord.create(tmp_path / "definition", "study", {}, {})
-    found = changes(TWO, tmp_path, [])
-    assert not found[0] and found[1][0].startswith("it is unknown when the comparison was named: there is no study in")
-
-
 def test_what_decides_and_what_does_not_are_two_notes_in_this_order(tmp_path, monkeypatch):
     written(tmp_path, monkeypatch, (TWO, 10, False))
     arms = {**data()["arms"], "new": {}, "other": {"overrides": {"lr": 0.5}}}
@@ -99,12 +78,6 @@ def test_what_decides_and_what_does_not_are_two_notes_in_this_order(tmp_path, mo
         f"{late}: seeds, train; read the primary comparison as exploratory",
         f"{late}, beside the primary comparison: the arm 'new', the arm 'other'",
     ]
-
-
-def test_wording_engine_and_what_is_kept_are_no_decisions(tmp_path, monkeypatch):
-    written(tmp_path, monkeypatch, (TWO, 10, False))
-    same = study(question="Another?", origin="E9", keep="records", engine={"kind": "local", "workers": 3, "threads": 2})
-    assert changes(same, tmp_path, ended(100)) == (True, [])
 
 
 def test_another_primary_comparison_and_both_of_its_arms_are_named(tmp_path, monkeypatch):

@@ -20,11 +20,8 @@ from shaketable.study.analysis.results import (
     LayerResult,
     MechanismResult,
     Proof,
-    Robustness,
-    RobustnessPoint,
     Sample,
     SeedValue,
-    Sigma,
 )
 from shaketable.study.runs import Event, Run
 
@@ -76,37 +73,21 @@ def _before_training(run: Run, condition: str, endpoint: str) -> float | None:
     return next((c.get(endpoint) for c in evaluations[0]["conditions"] if c["name"] == condition), None)
 
 
-def mean_interval(table: Any, level: float = 0.95, *, share: bool = True) -> tuple[Interval, str]:
-    """Of the mean over seeds and problems, both of them samples; of one seed, over its problems. A share lies in 0 to 1."""
+def mean_interval(table: Any, *, share: bool = True) -> tuple[Interval, str]:
+    """95 % interval of the mean over seeds and problems, both of them samples; of one seed, over its problems."""
     seeds, problems = table.shape
     mean = float(table.mean())
     alike = share and np.ptp(table.mean(1)) == 0 == np.ptp(table - table[:1])
     if seeds > 1 and problems > 1 and not alike and (squares := MeanSquares.of(table)).variance > 0:
-        half = math.sqrt(squares.variance) * float(stats.t.ppf((1 + level) / 2, squares.freedom))
+        half = math.sqrt(squares.variance) * float(stats.t.ppf(0.975, squares.freedom))
         low, high = (max(0.0, mean - half), min(1.0, mean + half)) if share else (mean - half, mean + half)
         return Interval(low, high), "t over seeds × problems, crossed"
     if share:
-        return wilson(mean, problems, level), "Wilson, over problems"
+        return wilson(mean, problems), "Wilson, over problems"
     if problems < 2:
         return Interval(mean, mean), "one problem, no interval"
-    half = float(stats.sem(table.mean(0))) * float(stats.t.ppf((1 + level) / 2, problems - 1))
+    half = float(stats.sem(table.mean(0))) * float(stats.t.ppf(0.975, problems - 1))
     return Interval(mean - half, mean + half), "t over problems"
-
-
-def robustness(conditions: Mapping[str, str | None], done: Mapping[str, Sequence[Run]]) -> list[Robustness]:
-    """Scores over conditions: along a magnitude where they differ in nothing else, side by side where they do."""
-    places = magnitudes(conditions)
-    found = []
-    for arm, runs in done.items():
-        points = [
-            RobustnessPoint(
-                label=s.condition, x=places[s.condition], condition=s.condition, mean=s.mean, low=s.ci_low, high=s.ci_high
-            )
-            for s in scores(runs, conditions)
-        ]
-        if len(points) > 1:
-            found.append(Robustness(arm=arm, points=tuple(sorted(points, key=lambda p: (p.x is None, p.x or 0.0)))))
-    return found
 
 
 def magnitudes(conditions: Mapping[str, str | None]) -> dict[str, float | None]:
@@ -166,8 +147,8 @@ def roughness(row: Row) -> float | None:
     return float(np.abs(values[1:-1] - between).mean())
 
 
-def sigmas(runs: Sequence[Run]) -> list[Sigma]:
-    """σ over the steps of the first run, for each group of layers that share it."""
+def sigma_curve(runs: Sequence[Run]) -> list[Curve]:
+    """σ over the steps of the first run, over the layers that have noise; none for an arm without AQN."""
     text, steps = (runs[0].config.get("aqn"), runs[0].config.get("steps")) if runs else (None, None)
     if text is None or steps is None:
         return []
@@ -175,11 +156,10 @@ def sigmas(runs: Sequence[Run]) -> list[Sigma]:
 
     aqn = AQN.load(text)
     read = runs[0].last("mechanism")
-    count = len(read["conditions"][0]["layers"]) if read is not None and read["conditions"] else None
-    return [
-        Sigma(label=group.label, points=tuple((s, aqn.sigma(group, s, steps)) for s in range(steps)))
-        for group in aqn.groups(count)
-    ]
+    groups = aqn.groups(len(read["conditions"][0]["layers"]) if read is not None and read["conditions"] else None)
+    rows = ([aqn.sigma(group, step, steps) for group in groups] for step in range(steps))
+    points = tuple(CurvePoint(step=n, mean=_mean(row), low=min(row), high=max(row)) for n, row in enumerate(rows))
+    return [Curve(name="σ of AQN", points=points, band="least to greatest over groups of layers")]
 
 
 # ---- proof

@@ -22,10 +22,7 @@ from scipy import stats
 from shaketable.evaluate.statistics import (
     Comparison,
     Interval,
-    MeanSquares,
     corrected,
-    detectable,
-    expected_discordance,
     mcnemar,
     over_seeds,
     share_recovered,
@@ -36,7 +33,6 @@ from shaketable.study.analysis.results import (
     ComparisonResult,
     RecoveredResult,
     SeedValue,
-    Spread,
     StepComparison,
     StepDifference,
     StudyVerdict,
@@ -52,10 +48,6 @@ UNITS = {
     "loss": ("nats", 1.0),
 }
 NAMES = {"seconds_per_step": "seconds per step", "aqn_share": "share of time in AQN", "reward": "final reward"}
-UNTREATED = "nothing"
-"""What arms that nothing is done with were called; in a sentence it must not be read as the word."""
-SEED_SD = 0.01
-"""What is assumed before a run: how much the true difference varies from one training seed to the next."""
 Rows = list[list[float]]
 
 
@@ -140,11 +132,7 @@ def _result(pair: Paired, found: Comparison | None, primary: bool) -> Comparison
     unit, scale = UNITS.get(what.endpoint, ("", 1.0))
     problems = len(pair.a[0]) if pair.per_problem and n else None
     binary = pair.per_problem and n > 0 and {*np.ravel([pair.a, pair.b])} <= {0.0, 1.0}
-    d = np.subtract(pair.a, pair.b)
     differences = [float(np.mean(a) - np.mean(b)) for a, b in zip(pair.a, pair.b, strict=True)]
-    spread = None
-    if primary and what.endpoint in ("accuracy", "formatted") and n > 1 and problems is not None and problems > 1:
-        spread = Spread(disagreement=float((d**2).mean()), seed_sd=MeanSquares.of(d).seed_sd)
     numbers: dict[str, Any] = {}
     if found is not None:
         ends = {"ci_low": found.interval.low, "ci_high": found.interval.high, "detectable": found.detectable}
@@ -156,8 +144,6 @@ def _result(pair: Paired, found: Comparison | None, primary: bool) -> Comparison
         scale=scale,
         p_seeds=sign_flip(differences) if n > 1 else None,
         mcnemar=tuple(mcnemar(b, a) for a, b in zip(pair.a, pair.b, strict=True)) if binary else (),
-        planned=planned(n, problems) if spread is not None and problems is not None else None,
-        spread=spread,
         seeds=n,
         problems=problems,
         per_seed=tuple(SeedValue(seed=s, value=value) for s, value in zip(pair.seeds, differences, strict=True)),
@@ -171,7 +157,7 @@ def _result(pair: Paired, found: Comparison | None, primary: bool) -> Comparison
 def _sentence(pair: Paired, found: Comparison | None, unit: str, scale: float) -> str:
     what, n = pair.what, len(pair.seeds)
     endpoint = NAMES.get(what.endpoint, what.endpoint)
-    head = f"{called(what.a)} − {called(what.b)}, {f'{what.condition} ' if what.condition else ''}{endpoint}"
+    head = f"{what.a} − {what.b}, {f'{what.condition} ' if what.condition else ''}{endpoint}"
     if found is None:
         why = "no seed is" if n == 0 else "one seed is all that is"
         return f"{head}: nothing can be concluded, {why} finished in both arms"
@@ -195,37 +181,6 @@ def _sentence(pair: Paired, found: Comparison | None, unit: str, scale: float) -
 def _signed(value: float, scale: float) -> str:
     shown = f"{scale * value:+.1f}" if scale == 100 else f"{scale * value:+.3g}"
     return "0.0" if float(shown) == 0 else shown.replace("-", "−")
-
-
-def called(arm: str) -> str:
-    """An arm's name within a sentence."""
-    return f"the arm “{arm}”" if arm.lower() == UNTREATED else arm
-
-
-def planned(seeds: int, problems: int) -> float | None:
-    """The smallest difference that a study of this size sees: the report's formula, with an assumed spread."""
-    return detectable(problems, seeds=seeds, seed_sd=SEED_SD)
-
-
-def assumed_spread() -> str:
-    """What `planned` assumes, in words."""
-    return f"arms that disagree on {expected_discordance():.0%} of the answers and seeds that differ by {100 * SEED_SD:g} point"
-
-
-def planned_note(compared: Sequence[ComparisonResult]) -> list[str]:
-    """Why the smallest detectable difference of the primary comparison is not the one that the dry run named."""
-    primary = next((c for c in compared if c.primary), None)
-    if primary is None or primary.spread is None or primary.planned is None:
-        return []
-    if primary.detectable is not None and math.isclose(primary.detectable, primary.planned, rel_tol=0.1):
-        return []
-    now = "no difference" if primary.detectable is None else f"a difference of {100 * primary.detectable:.1f} points"
-    design = f"{primary.seeds} seeds × {primary.problems} problems show {now}"
-    dry = f"the dry run says {100 * primary.planned:.1f} points"
-    if (primary.method or "").startswith("no spread"):
-        return [f"{design} by a test over problems alone, because the seeds do not differ; {dry}, for {assumed_spread()}"]
-    measured = f"{primary.spread.disagreement:.0%} and {100 * primary.spread.seed_sd:.1f} points"
-    return [f"{design} with the measured spread ({measured}); {dry} by the same formula, for {assumed_spread()}"]
 
 
 # ---- step by step
@@ -321,7 +276,7 @@ def verdict(
 
 
 def _headline(primary: ComparisonResult) -> str:
-    a, b = called(primary.a), called(primary.b)
+    a, b = primary.a, primary.b
     endpoint = primary.endpoint.replace("_", " ")
     where = f" in {primary.condition} {endpoint}" if primary.condition else f" in {endpoint}"
     if primary.verdict == "nothing" or primary.difference is None:

@@ -23,7 +23,7 @@ from shaketable.errors import ShaketableError
 from shaketable.harden.config import HardenConfig
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.analysis import arms
-from shaketable.study.analysis.comparisons import at_steps, compare, planned_note, recovered, verdict
+from shaketable.study.analysis.comparisons import at_steps, compare, recovered, verdict
 from shaketable.study.analysis.results import (
     ArmResult,
     ConditionFacts,
@@ -64,10 +64,9 @@ def findings(study: StudyConfig, folder: Path) -> Findings:
         comparisons=tuple(compared),
         at_steps=tuple(at_steps(study, runs)),
         recovered=tuple(repaired),
-        robustness=tuple(arms.robustness({n: plan for n, plan in study.conditions.items() if n != OWN}, done)),
         diagnoses=tuple(_diagnosis(run, cells, runs) for run in runs if run.kind == "locate" and run.is_done),
         environments=tuple(_environments(runs)),
-        notes=(*_elsewhere(runs), *unlike, *late, *_left_out(runs), *planned_note(compared)),
+        notes=(*_elsewhere(runs), *unlike, *late, *_left_out(runs)),
     )
 
 
@@ -93,14 +92,13 @@ def run_findings(folder: Path) -> Findings:
             key=run.head["id"][:8],
             steps=config.steps,
             n=config.eval_n,
-            conditions=tuple(ConditionFacts(name=n, plan=p) for n, p in conditions.items()),
+            conditions=tuple(_conditions(conditions)),
         ),
         complete=run.is_done,
         runs=(_run_facts(run).model_copy(update={"folder": "."}),),
         verdict=StudyVerdict(headline="One training run", sentence=sentence),
         arms=(ArmResult(name=name, kind="train", **about, **plans, **_measured([run], conditions)),),
         recovered=tuple(recovered(conditions, {name: [run]})),
-        robustness=tuple(arms.robustness(conditions, {name: [run]})),
         environments=tuple(_environments([run])),
     )
 
@@ -122,7 +120,7 @@ def _study(study: StudyConfig, named_before: bool, records: str) -> StudyFacts:
         steps=steps,
         options=", ".join(f"{k} {v}" for k, v in study.train.items() if k != "steps"),
         n=study.evaluate.n,
-        conditions=tuple(ConditionFacts(name=n, plan=p if n != OWN else OWN_PLAN) for n, p in study.conditions.items()),
+        conditions=tuple(_conditions(study.conditions)),
         primary=None if study.compare.primary is None else Primary(**study.compare.primary.model_dump()),
         engine=study.engine.kind,
         command=f"shaketable study run {study.study}.yaml",
@@ -130,6 +128,12 @@ def _study(study: StudyConfig, named_before: bool, records: str) -> StudyFacts:
         named_before=named_before,
         digest=records,
     )
+
+
+def _conditions(plans: Mapping[str, str | None]) -> list[ConditionFacts]:
+    """Every condition with its plan; under `own` each arm has another."""
+    places = arms.magnitudes({name: plan for name, plan in plans.items() if name != OWN})
+    return [ConditionFacts(name=n, plan=OWN_PLAN if n == OWN else p, magnitude=places.get(n)) for n, p in plans.items()]
 
 
 def _arm(study: StudyConfig, name: str, done: Sequence[Run]) -> ArmResult:
@@ -155,8 +159,7 @@ def _measured(runs: Sequence[Run], conditions: Mapping[str, Any]) -> dict[str, A
     """The fields of an `ArmResult` that come from records."""
     return {
         "scores": (*arms.scores(runs, conditions), *arms.scores(runs, conditions, "loss")),
-        "curves": arms.curves(runs, conditions),
-        "sigma": arms.sigmas(runs),
+        "curves": (*arms.curves(runs, conditions), *arms.sigma_curve(runs)),
         "proof": arms.proof(runs),
         "mechanism": arms.mechanism(runs),
         "cost": arms.cost(runs),
@@ -236,10 +239,7 @@ def _diagnosis(run: Run, cells: Sequence[Cell], runs: Sequence[Run]) -> Diagnosi
 
 
 def _sigmas(found: Event, guided: Sequence[Cell], runs: Sequence[Run]) -> list[LayerSigmaResult]:
-    """σ of every layer by the rules: what `guide: all` gives, and others take from; none where it guides no arm.
-
-    A run that was made by earlier rules had another σ: that one is shown, since the rules may change and runs do not.
-    """
+    """σ of every layer by the rules, and what an arm had by earlier rules where that differs; none where it guides no arm."""
     if not guided or guided[0].guide is None:
         return []
     from shaketable.aqn.guidance import Guidance
@@ -247,18 +247,15 @@ def _sigmas(found: Event, guided: Sequence[Cell], runs: Sequence[Run]) -> list[L
 
     guide, names = guided[0].guide, {cell.name for cell in guided}
     had: dict[int, float] = {}
-    for run in runs:
-        if run.name in names and run.is_done:
-            aqn = AQN.load(run.config["aqn"])
-            had |= {layer: guide["sigma"] * aqn.multipliers.get(layer, 1.0) for layer in aqn.layers or ()}
+    for aqn in (AQN.load(run.config["aqn"]) for run in runs if run.name in names and run.is_done):
+        had |= {layer: guide["sigma"] * aqn.multipliers.get(layer, 1.0) for layer in aqn.layers or ()}
     rows = []
     for rule in Guidance.of(found, target="all", base_sigma=guide["sigma"], schedule=guide["schedule"]).layers:
-        sigma = had.get(rule.layer, rule.sigma)
-        if math.isclose(sigma, rule.sigma, rel_tol=1e-9):
-            rows.append(LayerSigmaResult(layer=rule.layer, sigma=rule.sigma, label=rule.label, why=tuple(rule.why)))
-        else:
+        row = LayerSigmaResult(layer=rule.layer, sigma=rule.sigma, label=rule.label, why=tuple(rule.why))
+        if not math.isclose(had.get(rule.layer, rule.sigma), rule.sigma, rel_tol=1e-9):
             why = f"the rules of that time; those of today give {rule.sigma:.4g}"
-            rows.append(LayerSigmaResult(layer=rule.layer, sigma=sigma, why=(why,)))
+            row = LayerSigmaResult(layer=rule.layer, sigma=had[rule.layer], why=(why,))
+        rows.append(row)
     return rows
 
 
@@ -276,16 +273,14 @@ def changes(study: StudyConfig, folder: Path, runs: Sequence[Run]) -> tuple[bool
         versions = definitions(folder)
     except ShaketableError as error:
         return False, [f"it is unknown when the comparison was named: {error}"]
-    ended = _first_end(folder, runs)
-    if ended is None:
+    if not _any_has_ended(folder, runs):
         return True, []
     if any(e["ended"] < versions[0]["time"] for run in runs for e in run.of_kind("added")):
         when = "runs that were made elsewhere had ended before the study was written down"
         return False, [f"{when}: nothing says when its comparison was named"]
     if versions[0].get("after_results"):
         return False, ["the study was written down after a run had ended: nothing says when its comparison was named"]
-    # Old versions do not say whether there were results; there the clock has to.
-    before = [v for v in versions if not v.get("after_results", v["time"] > ended)] or versions[:1]
+    before = [v for v in versions if v.get("after_results") is False] or versions[:1]  # the oldest do not say
     now, then = described(study), before[-1]["config"]
     decisive, others = _differences(now, then)
     same = [v["time"] for v in versions if v["config"] == now]
@@ -296,11 +291,10 @@ def changes(study: StudyConfig, folder: Path, runs: Sequence[Run]) -> tuple[bool
     return not decisive, notes
 
 
-def _first_end(folder: Path, runs: Sequence[Run]) -> float | None:
-    """When the first run ended, of this version of the study or another."""
-    known = {run.name for run in runs}
-    others = [Run.read(path.parent) for path in (folder / "runs").glob(f"[!.]*/{FILE}") if path.parent.name not in known]
-    return min((e["time"] for run in [*runs, *others] if (e := run.last("finished")) is not None), default=None)
+def _any_has_ended(folder: Path, runs: Sequence[Run]) -> bool:
+    """Whether there is a finished run, of this version of the study or another."""
+    every = (folder / "runs").glob(f"[!.]*/{FILE}")
+    return any(run.last("finished") for run in runs) or any(Run.read(path.parent).last("finished") for path in every)
 
 
 def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[list[str], list[str]]:

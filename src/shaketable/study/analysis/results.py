@@ -67,13 +67,6 @@ class Curve(PartResult):
     """Mean distance of a point from the straight line between its neighbours, by run, averaged over runs."""
 
 
-class Sigma(PartResult):
-    """σ over the steps of layers that share it."""
-
-    label: str
-    points: tuple[tuple[int, float], ...] = ()
-
-
 class Proof(PartResult):
     """What a ledger measured of a fault at a place, beside what was asked."""
 
@@ -154,20 +147,10 @@ class ArmResult(PartResult):
     seeds: tuple[int, ...] = ()
     scores: tuple[ArmScore, ...] = ()
     curves: tuple[Curve, ...] = ()
-    sigma: tuple[Sigma, ...] = ()
     proof: tuple[Proof, ...] = ()
     mechanism: tuple[MechanismResult, ...] = ()
     cost: Cost = Cost()
     samples: tuple[Sample, ...] = ()
-
-
-class Spread(PartResult):
-    """What the smallest detectable difference rests on."""
-
-    disagreement: float
-    """Mean square of the difference per seed and problem; for right and wrong answers the share on which two runs disagree."""
-    seed_sd: float
-    """Of the true difference, from one training seed to the next."""
 
 
 class ComparisonResult(PartResult):
@@ -187,9 +170,6 @@ class ComparisonResult(PartResult):
     p_seeds: float | None = None
     mcnemar: tuple[float, ...] = ()
     detectable: float | None = None
-    planned: float | None = None
-    """The smallest detectable difference that a dry run says of the same seeds and problems, from assumed spread."""
-    spread: Spread | None = None
     seeds: int | None = None
     problems: int | None = None
     per_seed: tuple[SeedValue, ...] = ()
@@ -244,24 +224,6 @@ class RecoveredResult(PartResult):
     problems: int | None = None
     seconds: float | None = None
     sentence: str = ""
-
-
-class RobustnessPoint(PartResult):
-    """A score at a strength of the fault; `x` where conditions differ in one magnitude alone."""
-
-    label: str
-    x: float | None = None
-    condition: str = ""
-    mean: float | None = None
-    low: float | None = None
-    high: float | None = None
-
-
-class Robustness(PartResult):
-    """Scores of an arm over the conditions."""
-
-    arm: str
-    points: tuple[RobustnessPoint, ...] = ()
 
 
 class LayerProbes(PartResult):
@@ -325,6 +287,8 @@ class ConditionFacts(PartResult):
 
     name: str
     plan: str | None = None
+    magnitude: float | None = None
+    """Where conditions differ in nothing else."""
 
 
 class Environment(PartResult):
@@ -376,7 +340,6 @@ class Findings(PartResult):
     comparisons: tuple[ComparisonResult, ...] = ()
     at_steps: tuple[StepComparison, ...] = ()
     recovered: tuple[RecoveredResult, ...] = ()
-    robustness: tuple[Robustness, ...] = ()
     diagnoses: tuple[DiagnosisResult, ...] = ()
     environments: tuple[Environment, ...] = ()
     notes: tuple[str, ...] = ()
