@@ -19,7 +19,7 @@ from shaketable.evaluate.decoding import Decoder
 from shaketable.harden.config import HardenConfig
 from shaketable.harden.distil import TrainingSteps
 from shaketable.harden.scoring import forward_part
-from shaketable.harden.students import OwnCompletions, Prompts, SequenceSource, Students
+from shaketable.harden.students import OwnCompletions, SequenceSource, Students
 from shaketable.inject import inject
 from shaketable.models import load_model, quieten
 
@@ -33,12 +33,12 @@ BLOCK, ROUNDS, WARM = 8, 5, 6
 
 
 def steps_of(config: HardenConfig, plan: str | None, model: Any, tokenizer: Any) -> TrainingSteps:
-    """A rung that is ready to go."""
+    """A stage that is ready to go."""
     source = SequenceSource.of(config)
     decoder = Decoder.of(model, tokenizer, source.limit, 1.0)
     students = Students(model, decoder.pad, config.device, config.dtype)
     injections = [] if plan is None else [inject(model, forward_part(plan, 0), allow_inert=True)]
-    batches = OwnCompletions(config, Prompts(source, tokenizer, model), decoder, students.complete)
+    batches = OwnCompletions(config, source, tokenizer, students, decoder)
     return TrainingSteps(config, students, injections, batches, False, 0, lambda facts: None)
 
 

@@ -31,7 +31,7 @@ def line_of(done):
 def test_table_json_and_model(tmp_path):
     done = shaketable(tmp_path, *RUN, "--plan", HURTS, "-o", "run", "--json", "out.json")
     assert done.code == 0, done.stderr
-    for word in ("after", "distil", "recovered", "points that the fault costs", "Added at inference: nothing", "run/model"):
+    for word in ("after", "distil", "recovered", "points that the fault costs", "fired 2 times", "run/model"):
         assert word in done.stdout
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["kind"] == "hardening"
@@ -58,8 +58,8 @@ def test_killed_it_goes_on_to_the_same_bits(tmp_path):
         (["harden", "nano", "--task", "arithmetic"], "name a model and a --plan"),
         ([*RUN, "--plan", "gain:1@module.nothing"], "nothing"),
         ([*RUN, "--plan", HURTS, "--target", "1.2"], "target"),
-        ([*RUN, "--plan", HURTS, "--stages", "calibrate,polish"], "there is no stage 'polish'"),
-        ([*RUN, "--plan", HURTS, "--stages", "regauge,distil"], "regauge is called rescale now"),
+        ([*RUN, "--plan", HURTS, "--stages", "distil,polish"], "there is no stage 'polish'"),
+        ([*RUN, "--plan", HURTS, "--stages", "calibrate,distil"], "the stage calibrate was removed"),
         ([*RUN[:2], "--plan", HURTS, "--prompts", "few.txt"], "too few to keep one in five apart"),
         ([*RUN[:2], "--plan", HURTS, "--prompts", "none.txt"], "cannot read none.txt"),
         (

@@ -1,11 +1,10 @@
 """Decoding: the tokens of `model.generate`, whatever the batch; the sampler's own log-probabilities; nobody else's randomness."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as some
 from scipy import stats
 
 import shaketable as st
@@ -13,7 +12,6 @@ from shaketable.errors import ShaketableError
 from shaketable.evaluate.decoding import Decoder, decode_all, probe_batch_size
 from shaketable.models import load_model
 from shaketable.sites.phases import phase
-from tests.harden.models import composite
 
 QUESTIONS = ["144+725=", "7+8=", "900-1=", "12+34=", "555+445=", "31-997=", "100+100=", "8-3=", "472+338=", "60+6="]
 
@@ -134,33 +132,10 @@ def test_tokens_depend_on_the_generator_and_never_touch_the_global_one(nano, pro
     assert draws[0] == decoder.decode(model, prompts, samples=2, generator=torch.Generator().manual_seed(1))
 
 
-@given(some.integers(0, 2**31), some.floats(0.1, 3), some.integers(0, 7))
-def test_choose_draws_from_the_tempered_top_k(seed, temperature, top_k):
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(4, 7, generator=generator) * 3
-    decoder = Decoder(1, (), 0, temperature, top_k)
-    tokens, logprobs = decoder.choose(logits, generator)
-    for row, token, logprob in zip(logits.double() / temperature, tokens, logprobs, strict=True):
-        allowed = row.argsort(descending=True)[: top_k or 7]
-        assert token in allowed
-        assert float(logprob) == pytest.approx(float(row[token] - row[allowed].logsumexp(0)), abs=1e-4)
-
-
 def test_end_tokens_come_from_the_model_and_the_tokenizer(nano):
-    model, tokenizer = nano
-    assert Decoder.of(model, tokenizer, 3).ends == (tokenizer.eos_token_id,)
-    assert Decoder.of(model, tokenizer, 3).pad == tokenizer.pad_token_id
-
-    class Config:
-        eos_token_id = [7, 9]  # noqa: RUF012
-
-    class Model:
-        generation_config = Config()
-
-    class Tokenizer:
-        eos_token_id, pad_token_id = 9, None
-
-    decoder = Decoder.of(Model(), Tokenizer(), 3)
+    tokenizer = SimpleNamespace(eos_token_id=9, pad_token_id=None)
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[7, 9]))
+    decoder = Decoder.of(model, tokenizer, 3)
     assert (decoder.ends, decoder.pad) == ((7, 9), 7)
 
 
@@ -177,7 +152,3 @@ def test_little_memory_makes_the_batch_smaller(nano, prompts, monkeypatch):
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: type("Memory", (), {"available": free}))
         sizes.append(probe_batch_size(Decoder.of(*nano, 12), nano[0], prompts))
     assert sizes[0] == 16 and sizes[-1] == 1 and sizes[1] == 2 * sizes[2] < 16
-
-
-def test_a_batch_size_is_found_for_a_model_with_a_composite_config():
-    assert 1 <= probe_batch_size(Decoder(4, (1,), 0), composite(), [[2, 3, 4]] * 8) <= 8

@@ -22,7 +22,6 @@ SMALL = {
     "eval_n": 40,
     "eval_batch": 40,
     "save_every": 2,
-    "calibrate_n": 8,
 }
 
 

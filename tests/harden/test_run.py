@@ -7,11 +7,8 @@ import torch
 
 from shaketable.errors import InertError, ShaketableError
 from shaketable.harden.results import outcome
-from shaketable.harden.run import Hardening
 from shaketable.models import load_model
-from shaketable.records.record import RunRecord
 from shaketable.train.checkpoints import sealed
-from tests.harden.models import composite
 from tests.harden.small_runs import HURTS, gone_on, hardened, prepared, same_weights, small, weights
 
 
@@ -39,7 +36,6 @@ def test_what_the_fault_takes_comes_back(run):
     assert clean["accuracy"] > found["before"][0]["accuracy"] - 0.08
     assert faulty["kl"] < found["before"][1]["kl"] / 2
     assert rung["cost"]["sequences"] == 40 * 32
-    assert rung["cost"]["flops_added"] == 0
 
 
 def test_every_number_has_its_proof(run):
@@ -70,10 +66,10 @@ def test_a_run_that_stopped_anywhere_goes_on_to_the_same_bits(tmp_path):
     class Stop(BaseException):
         pass
 
-    for at in (1, 5, 7):
+    for at in (1, 5, 7, "distil"):
 
         def tell(kind, facts, at=at):
-            if kind == "step" and facts["step"] == at:
+            if (kind == "step" and facts["step"] == at) or (kind == "evaluation" and facts.get("rung") == at):
                 raise Stop
 
         folder = tmp_path / f"stopped-{at}"
@@ -153,16 +149,6 @@ def test_prompts_alone_are_enough(tmp_path):
     assert rung["conditions"][1]["kl"] < found["before"][1]["kl"]
 
 
-@pytest.mark.slow
-def test_the_rung_reinforce_is_grpo_from_the_hardened_model(tmp_path):
-    run = hardened(tmp_path / "run", rungs=("distil", "reinforce"), steps=2, reinforce_steps=1)
-    inner = RunRecord.open(tmp_path / "run" / "reinforce", "train")
-    assert inner.config["beta"] > 0
-    assert inner.config["plan"] == HURTS
-    assert inner.events("finished")
-    assert [e["rung"] for e in run.record.events("rung")] == ["distil", "reinforce"]
-
-
 def test_a_control_trains_without_any_fault(tmp_path):
     run = hardened(tmp_path / "run", plans=(), conditions={"faulty": HURTS}, steps=2)
     assert [e["plan"] for e in run.record.events("step")] == [None, None]
@@ -191,49 +177,6 @@ def test_what_acts_backward_only_is_refused():
         conditions_of(small(plans=("relative_gaussian:0.1@op.matmul,direction=backward",)))
 
 
-OFFSET = "bias:0.3@module.linear"
-
-
-def test_an_offset_is_calibrated_away_and_nothing_is_trained(tmp_path):
-    run = hardened(tmp_path / "run", plans=(OFFSET,), rungs=("calibrate", "distil"), target=0.8, clean_loss=1, calibrate_n=32)
-    found = outcome(run.record)
-    (rung,) = found["rungs"]
-    assert rung["rung"] == "calibrate"
-    assert rung["kept"]
-    assert rung["shares"]["plan"]["share"] > 0.8
-    assert found["reached"]
-    assert run.record.events("step") == []
-
-
-@pytest.mark.slow
-def test_a_calibration_that_costs_too_much_without_the_fault_is_undone(tmp_path):
-    run = hardened(tmp_path / "run", plans=(OFFSET,), rungs=("calibrate",), calibrate_n=32)
-    (rung,) = outcome(run.record)["rungs"]
-    assert not rung["kept"]
-    assert "points without the fault" in rung["facts"]["undone"]
-    assert rung["cost"]["flops_added"] == 0
-    clean, _ = load_model("nano", dtype=torch.float32)
-    trained, _ = load_model(str(tmp_path / "run" / "model"), dtype=torch.float32)
-    assert same(dict(clean.named_parameters()), dict(trained.named_parameters()))
-    assert trained.config.mlp_bias is False
-
-
-@pytest.mark.slow
-def test_a_run_that_was_calibrated_goes_on_with_its_biases(tmp_path):
-    fields = {"plans": (OFFSET,), "rungs": ("calibrate", "distil"), "clean_loss": 1, "calibrate_n": 32, "steps": 4}
-    whole = hardened(tmp_path / "whole", **fields)
-
-    def tell(kind, facts):
-        if kind == "step" and facts["step"] == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        hardened(tmp_path / "stopped", tell, **fields)
-    gone_on(tmp_path / "stopped")
-    assert same_weights(tmp_path / "stopped", whole.record.folder)
-    assert load_model(str(tmp_path / "stopped" / "model"))[0].config.mlp_bias == whole.students.model.config.mlp_bias
-
-
 def test_too_little_memory_is_one_line(tmp_path, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -241,23 +184,3 @@ def test_too_little_memory_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("shaketable.harden.distil.forward_kl", full)
     with pytest.raises(ShaketableError, match="not enough memory for distil: start again with --micro-batch 4"):
         hardened(tmp_path / "run")
-
-
-def test_flags_of_an_undone_calibration_are_those_of_the_text_config(tmp_path):
-    """Gemma 3 keeps attention_bias in a config inside of its config; left on, the folder would load with random biases."""
-    _, tokenizer = load_model("nano")
-    model = composite(len(tokenizer))
-    (tmp_path / "prompts.txt").write_text("\n".join(f"{i}+{7 * i}=" for i in range(60)))
-    fields = {
-        "task": None,
-        "prompts": str(tmp_path / "prompts.txt"),
-        "plans": ("bias:2@module.linear",),
-        "rungs": ("calibrate",),
-    }
-    config = small(**fields, clean_loss=0.0, max_new_tokens=4, eval_n=12, eval_batch=12)
-    record = RunRecord.create(tmp_path / "run", "harden", config.model_dump(mode="json"), {})
-    Hardening(config, record, loaded=(model, tokenizer)).run()
-    (rung,) = record.events("rung")
-    assert "undone" in rung["facts"] and rung["facts"]["biases_added"] > 0
-    saved = json.loads((record.folder / "model" / "config.json").read_text())
-    assert saved["text_config"]["attention_bias"] is False

@@ -86,14 +86,12 @@ def test_after_needs_a_hardened_arm_and_its_weights():
         parse_study(hardening(arms=trained, compare={"primary": {"a": "one", "b": "two", "condition": "faulty"}}))
 
 
-def test_records_alone_are_kept_also_of_a_run_within_a_run(tmp_path):
-    rungs = {"rungs": ["distil", "reinforce"], "steps": 1, "batch": 4, "reinforce_steps": 1}
-    arms = {"hardened": {"plan": "faulty", "harden": rungs}}
+def test_records_alone_are_kept(tmp_path):
+    arms = {"hardened": {"plan": "faulty", "harden": {"rungs": ["distil"], "steps": 1, "batch": 4}}}
     evaluate = {"n": 4, "mechanism": False, "conditions": {"faulty": HURTS}}
     study = parse_study(hardening(arms=arms, compare={}, keep="records", seeds=1, evaluate=evaluate))
     [cell] = cells_of(study)
     assert do(cell, study.study, tmp_path, "here") == "done"
-    assert {file.parent.name for file in tmp_path.rglob("record.jsonl")} == {cell.name, "reinforce"}
     assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob("checkpoint-*"))
 
 

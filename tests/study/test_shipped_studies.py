@@ -31,8 +31,8 @@ LARGER = "smollm2-135m"
 """Its weights need a download, and its steps a minute: `nano` runs in its place, and its skeleton is checked."""
 OWN = {
     "directions": ("task=arithmetic,level=3", "train.prompts=4", "train.samples=8"),
-    "hardening": ("harden.steps=2", "harden.batch=2", "harden.calibrate_n=4"),
-    "layer-pruning": ("harden.steps=2", "harden.batch=2", "harden.calibrate_n=4"),
+    "hardening": ("harden.steps=2", "harden.batch=2"),
+    "layer-pruning": ("harden.steps=2", "harden.batch=2"),
 }
 """Where all answers have the same reward there is no gradient: nothing that errors of a backward could change."""
 TRAINED = ("training: plan", "hardening: plan", "scored: own")

@@ -10,15 +10,7 @@ import typer
 from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.recorded_runs import RecordedRuns, live
 from shaketable.cli.terminal import console, plain, print_table, say, table_of
-from shaketable.cli.verb import (
-    ForceOption,
-    HtmlOption,
-    JsonOption,
-    ResumeOption,
-    RunFolderOption,
-    given_options,
-    options_of,
-)
+from shaketable.cli.verb import ForceOption, HtmlOption, JsonOption, ResumeOption, RunFolderOption, options_of
 from shaketable.errors import ShaketableError
 from shaketable.harden.config import HardenConfig
 
@@ -27,13 +19,11 @@ if TYPE_CHECKING:
 
     from shaketable.records.record import RunRecord
 
-STAGES = "calibrate,rescale,distil"
-
 
 @options_of(
     HardenConfig,
-    "plans", "task", "prompts", "target", "steps", "batch", "micro_batch", "lr", "clean_every", "clean_loss", "temperature",
-    "lora", "checkpointing", "max_new_tokens", "reinforce_steps", "warm_start", "score", "eval_n", "eval_seed", "eval_plans",
+    "plans", "task", "prompts", "target", "steps", "batch", "micro_batch", "lr", "clean_every", "temperature",
+    "lora", "checkpointing", "max_new_tokens", "warm_start", "score", "eval_n", "eval_seed", "eval_plans",
     "seed", "save_every", "device", "dtype",
     metavar={"plans": "P", "prompts": "FILE", "lora": "RANK", "warm_start": "N", "eval_plans": "P"},
     default={"device": "auto", "dtype": None},
@@ -44,12 +34,8 @@ def harden(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=HardenConfig.model_fields["model"].description)] = "",
     *,
     rungs: Annotated[
-        str,
-        typer.Option(
-            "--stages", metavar="NAMES", help="Any of calibrate, rescale, distil, supervise, reinforce, joined by commas."
-        ),
-    ] = STAGES,
-    answers: Annotated[bool, typer.Option("--answers", help="After distil, train on the task's own answers too.")] = False,
+        str, typer.Option("--stages", metavar="NAMES", help="distil, supervise, or both, joined by a comma.")
+    ] = "distil",
     out: RunFolderOption = None,
     resume: ResumeOption = None,
     json_file: JsonOption = None,
@@ -59,11 +45,9 @@ def harden(
 ) -> None:
     """Make a model robust to a fault, and report the loss, the share recovered and the cost.
 
-    **distil**, the most effective repair, trains the model under the fault towards the clean model's outputs; it needs
-    no answers. Two cheaper ones are tried first: **calibrate** folds gains and offsets into the weights, **rescale**
-    scales channels by powers of two (the same bits on healthy hardware). On request: **supervise** on the task's answers,
-    **reinforce** by a short GRPO. It stops once the target share is recovered. The result, DIR/model, is an ordinary
-    model folder.
+    **distil** trains the model under the fault towards the clean model's outputs; it needs no answers. **supervise**, on
+    request, trains it on the task's answers. It stops once the target share is recovered. The result, DIR/model, is an
+    ordinary model folder.
 
     Example: `shaketable harden nano --task arithmetic --plan 'dead_zone:0.6,scope=token@layer.3' -o hardened`
     """
@@ -79,12 +63,7 @@ def harden(
 
     for name in ("plans", "eval_plans"):
         fields[name] = tuple(dict.fromkeys(Plan.load(p).text() for p in fields[name]))
-    named = tuple(r.strip() for r in rungs.split(",") if r.strip())
-    if "regauge" in named:
-        raise ShaketableError("regauge is called rescale now: --stages calibrate,rescale,distil")
-    if fields["lora"] and "--stages" not in given_options(context, ()):
-        named = tuple(r for r in named if r != "calibrate")  # it would change the weights under the adapters
-    fields["rungs"] = (*named, "supervise") if answers else named
+    fields["rungs"] = tuple(stage.strip() for stage in rungs.split(",") if stage.strip())
     fields["device"] = chosen_device(fields["device"])
     fields["dtype"] = fields["dtype"] or ("float32" if fields["device"] == "cpu" else "bfloat16")
     hush()
@@ -109,20 +88,14 @@ def _run(config: HardenConfig, record: RunRecord, *, resume: bool, loaded: Any =
 
 
 def _step(facts: dict[str, Any]) -> dict[str, Any]:
-    if "done" not in facts:  # a step of the stage reinforce, which is a run of `train`
-        return {}
     shown = f"loss {facts['loss']:.3g}" + ("" if facts["plan"] is not None else " (clean step)")
     return {"description": facts["rung"], "completed": facts["done"], "total": facts["total"], "shown": shown}
 
 
-def _line(facts: dict[str, Any]) -> str | None:
-    if "measure" not in facts["conditions"][0]:  # scores of the stage reinforce
-        return None
-    from shaketable.harden.results import named
-
+def _line(facts: dict[str, Any]) -> str:
     scores = "  ".join(f"{c['name']} {c['accuracy']:.1%}" for c in facts["conditions"])
     recovered = "  ".join(f"{s['share']:.0%} recovered" for s in facts.get("shares", {}).values())
-    return f"{named(facts) if 'rung' in facts else 'untreated':>21}: {scores}  {recovered}".rstrip()
+    return f"{facts.get('rung', 'untreated'):>9}: {scores}  {recovered}".rstrip()
 
 
 def _show(record: RunRecord, outputs: OutputFiles) -> None:
@@ -167,7 +140,6 @@ def _title(found: dict[str, Any]) -> str:
 
 
 def _table(found: dict[str, Any]) -> Table:
-    from shaketable.harden.results import named
     from shaketable.report.wording import share_of
 
     names = [plain(c["name"]) for c in found["before"]]
@@ -179,20 +151,13 @@ def _table(found: dict[str, Any]) -> Table:
             "\n".join(share_of(s["share"], s["interval"]["low"], s["interval"]["high"]) for s in rung["shares"].values()) or "–"
         )
         cells = [_kl(rung["conditions"]), back, f"{cost['seconds']:.1f}", f"{cost['sequences']:,}"]
-        table.add_row(named(rung), *_scores(rung["conditions"]), *cells)
+        table.add_row(rung["rung"], *_scores(rung["conditions"]), *cells)
     return table
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    """What the stages said of themselves, the cost at inference, and the proof."""
-    lines = []
-    for rung in found["rungs"]:
-        said = [rung["facts"][key] for key in ("sentence", "undone") if key in rung["facts"]]
-        if said:
-            lines.append(f"{rung['rung']}: {'; undone: '.join(s.rstrip('.') for s in said)}")
-    added = sum(r["cost"]["flops_added"] for r in found["rungs"])
-    lines.append(f"Added at inference: {added:,.0f} FLOPs a token" if added else "Added at inference: nothing")
-    return lines + [f"{plan}: fired {one['forward']:,} times while it was repaired" for plan, one in found["ledgers"].items()]
+    """The proof."""
+    return [f"{plan}: fired {one['forward']:,} times while it was repaired" for plan, one in found["ledgers"].items()]
 
 
 def _verdict(found: dict[str, Any]) -> str:

@@ -84,12 +84,12 @@ class RecordedRuns(NamedTuple):
 
 
 @contextmanager
-def live(step: Callable[[Facts], Facts], scores: Callable[[Facts], str | None], total: int | None = None) -> Iterator[Tell]:
+def live(step: Callable[[Facts], Facts], scores: Callable[[Facts], str], total: int | None = None) -> Iterator[Tell]:
     """A bar with the numbers that matter; scores and warnings stay on the screen above it.
 
     Args:
         step: What the bar shows of a step.
-        scores: The line for an evaluation; None to leave it out.
+        scores: The line for an evaluation.
         total: Steps in all, where this is known before the first stage.
     """
     with progress_bar("starting", total) as (bar, screen):
@@ -102,7 +102,7 @@ def live(step: Callable[[Facts], Facts], scores: Callable[[Facts], str | None], 
                 bar(**step(facts))
             elif kind == "warning":
                 warn(screen, facts["text"])
-            elif (line := scores(facts)) is not None:
-                say(screen, line)
+            else:
+                say(screen, scores(facts))
 
         yield tell

@@ -43,8 +43,6 @@ class Decoder:
     pad: int
     temperature: float = 0.0
     """0 is greedy."""
-    top_k: int = 0
-    """Sample from the k most likely tokens only; 0 is all."""
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, limit: int, temperature: float = 0.0) -> Decoder:
@@ -111,8 +109,6 @@ class Decoder:
             tokens = logits.argmax(-1)
         else:
             logits = logits / self.temperature
-            if self.top_k:
-                logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], -torch.inf)
             if bool(logits.isnan().any() | logits.isposinf().any()):
                 raise ShaketableError(DESTROYED)
             tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)

@@ -177,7 +177,7 @@ class Evaluator:
             self.prompts, self.rest = self._texts()
         else:
             self.prompts, self.rest = [prompt_tokens(tokenizer, task, p) for p in self.problems], []
-            check_context(task, self.prompts, self.context)
+            check_context(task.name, self.prompts, task.max_new_tokens, self.context)
         if not batch_size and self.rest:
             batch_size = reading_batch(model, [[*p, *r] for p, r in zip(self.prompts, self.rest, strict=True)])
         self.batch_size = batch_size or probe_batch_size(self.decoder, model, self.prompts)
@@ -287,12 +287,12 @@ class Drift:
         return cls(sum(r.kl for r in rows) / tokens, sum(r.agree for r in rows) / tokens, tokens)
 
 
-def check_context(task: Task, prompts: Sequence[Sequence[int]], context: int | None) -> None:
-    """Refuse prompts whose answers do not fit into the model's context."""
+def check_context(name: str, prompts: Sequence[Sequence[int]], limit: int, context: int | None) -> None:
+    """Refuse prompts whose completions, of `limit` tokens, do not fit into the model's context."""
     longest = max(map(len, prompts))
-    if context is not None and longest + task.max_new_tokens > context:
-        what = f"a prompt of {longest} tokens and an answer of {task.max_new_tokens}"
-        raise ShaketableError(f"{task.name}: {what} do not fit into the model's context of {context}")
+    if context is not None and longest + limit > context:
+        what = f"a prompt of {longest} tokens and a completion of {limit}"
+        raise ShaketableError(f"{name}: {what} do not fit into the model's context of {context}")
 
 
 def reading_batch(model: Any, sequences: Sequence[Sequence[int]]) -> int:

@@ -53,7 +53,7 @@ class VllmEvaluator:
         self.llm, self.sampler = self._start({**usual, **(engine_args or {})}, plan)
         self.tokenizer = self.llm.get_tokenizer()
         self.prompts = [prompt_tokens(self.tokenizer, task, p) for p in self.problems]
-        check_context(task, self.prompts, self.llm.model_config.max_model_len)
+        check_context(task.name, self.prompts, task.max_new_tokens, self.llm.model_config.max_model_len)
 
     def _start(self, arguments: dict[str, Any], plan: Plan) -> tuple[Any, Any]:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from shaketable.errors import nearest
+from shaketable.errors import ShaketableError, nearest
 from shaketable.train.config import RunConfig
 
-RUNGS = ("calibrate", "rescale", "distil", "supervise", "reinforce")
-"""Stages, in the order in which they are done."""
-TRAINED = ("distil", "supervise")
-"""Those that take optimizer steps."""
+STAGES = ("distil", "supervise")
+"""In the order in which they are done."""
+REMOVED_STAGES = ("calibrate", "rescale", "regauge", "reinforce")
+"""Published records name them."""
+REMOVED_OPTIONS: dict[str, Any] = {"calibrate_n": 64, "reinforce_steps": 30, "reinforce_beta": 0.04}
+"""Options of published records, with the values that the names of their runs depend on."""
 
 
 class HardenConfig(RunConfig):
@@ -28,8 +30,8 @@ class HardenConfig(RunConfig):
     """Instead of a task: a text file, or a .jsonl file with one prompt per line; scored by agreement with the clean model."""
     plans: tuple[str, ...] = ()
     """The fault to harden against: a plan or its YAML file; repeat it for several. A study may give none, as a control."""
-    rungs: tuple[str, ...] = ("calibrate", "rescale", "distil")
-    """Which of calibrate, rescale, distil, supervise and reinforce are tried, cheapest first."""
+    rungs: tuple[str, ...] = ("distil",)
+    """The stages: distil, supervise, or both."""
     target: float | None = Field(default=0.8, ge=0, le=1)
     """Stop once this share of the loss is recovered under every plan, 0 to 1; a study runs all stages."""
 
@@ -48,53 +50,43 @@ class HardenConfig(RunConfig):
     """Longest completion of --prompts; a task has its own limit."""
     checkpointing: bool = False
     """Save memory: recompute activations in the backward pass."""
-    clean_loss: float = Field(default=0.02, ge=0, le=1)
-    """Largest loss of clean score that calibrate, rescale and reinforce may cause; beyond it they are undone. 1 allows any."""
-    reinforce_steps: int = Field(default=30, ge=1)
-    """GRPO steps of the stage reinforce."""
-    reinforce_beta: float = Field(default=0.04, ge=0)
-    """Weight of the KL to the hardened model in GRPO."""
 
     score: Literal["auto", "accuracy", "agreement"] = "auto"
     """accuracy, or agreement of the most likely tokens with the clean model's; auto takes accuracy if there is a task."""
     eval_n: int = Field(default=256, ge=2)
     """Test problems, drawn at random."""
-    calibrate_n: int = Field(default=64, ge=4)
-    """Sequences that calibrate and rescale look at."""
     save_every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 means a quarter of the steps."""
 
-    @field_validator("rungs", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _with_new_names(cls, rungs: Any) -> Any:
-        """Records and studies that were written before rescale had its name."""
-        return tuple("rescale" if rung == "regauge" else rung for rung in rungs) if isinstance(rungs, list | tuple) else rungs
+    def _without_removed_options(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if name not in (*REMOVED_OPTIONS, "clean_loss")}
 
     @model_validator(mode="after")
     def _fits_together(self) -> HardenConfig:
         if (self.task is None) == (self.prompts is None):
             raise ValueError("name a task or a file of prompts, one of the two")
-        for rung in self.rungs:
-            if rung not in RUNGS:
-                raise ValueError(f"there is no stage {rung!r}; {nearest(rung, RUNGS)}")
-        if self.task is None and (needs := [r for r in ("supervise", "reinforce") if r in self.rungs]):
-            raise ValueError(f"{needs[0]} needs a task with answers; prompts have none")
+        if unknown := [r for r in self.rungs if r not in STAGES + REMOVED_STAGES]:
+            raise ValueError(f"there is no stage {unknown[0]!r}; {nearest(unknown[0], STAGES)}")
+        if self.task is None and "supervise" in self.rungs:
+            raise ValueError("supervise needs a task with answers; prompts have none")
         if self.task is None and self.score == "accuracy":
             raise ValueError("prompts have no answers, so there is no accuracy; leave score out")
         if self.micro_batch and self.batch % self.micro_batch:
             raise ValueError(f"micro_batch {self.micro_batch} does not divide the {self.batch} sequences of a step")
-        if self.lora and (clash := [r for r in ("calibrate", "reinforce") if r in self.rungs]):
-            raise ValueError(f"{clash[0]} changes the weights that LoRA leaves as they are; drop it from rungs, or drop lora")
-        if not self.plans and (idle := [r for r in ("calibrate", "rescale", "reinforce") if r in self.rungs]):
-            raise ValueError(f"{idle[0]} needs a plan; without one only distil and supervise have something to do")
         if not self.plans and not self.conditions:
             raise ValueError("name at least one plan to harden against")
         return self
 
     @property
-    def climbed(self) -> tuple[str, ...]:
-        """The stages, each once, in their order."""
-        return tuple(r for r in RUNGS if r in self.rungs)
+    def stages(self) -> tuple[str, ...]:
+        """The stages, each once, in their order; raises for one that was removed since the configuration was written."""
+        if removed := [r for r in self.rungs if r in REMOVED_STAGES]:
+            raise ShaketableError(f"the stage {removed[0]} was removed; the stages are {' and '.join(STAGES)}")
+        return tuple(stage for stage in STAGES if stage in self.rungs)
 
     @property
     def save_steps(self) -> int:

@@ -28,7 +28,7 @@ def so_far(record: RunRecord) -> dict[str, Any]:
     events = record.events()
     config = [e for e in events if e["event"] == "resolved"][-1]["config"]
     evaluations = {e["rung"]: [short(c) for c in e["conditions"]] for e in events if e["event"] == "evaluation"}
-    rungs = [e for e in events if e["event"] == "rung"]
+    rungs = list({e["rung"]: e for e in events if e["event"] == "rung"}.values())
     first = next(iter(evaluations.values()), [])
     return {
         "schema": SCHEMA,
@@ -46,19 +46,14 @@ def so_far(record: RunRecord) -> dict[str, Any]:
 
 def sentence(config: dict[str, Any], first: list[Any], rungs: list[Any], evaluations: dict[Any, list[Any]]) -> str:
     """The verdict, in one sentence."""
-    last = next((r for r in reversed(rungs) if r["kept"]), None)
-    if last is None or not last["shares"]:
-        return "nothing was repaired" if rungs else "nothing was tried"
+    if not rungs or not rungs[-1]["shares"]:
+        return "nothing was repaired"
+    last = rungs[-1]
     parts = [f"{name}: {share['sentence']}" for name, share in last["shares"].items()]
     now = evaluations[last["rung"]][0]
     clean = f"clean {first[0]['accuracy']:.1%} → {now['accuracy']:.1%}"
     seconds = sum(r["cost"]["seconds"] for r in rungs)
     return f"{'; '.join(parts)}; {clean}; {seconds:.0f} s"
-
-
-def named(rung: dict[str, Any]) -> str:
-    """A stage and its result."""
-    return str(rung["rung"]) if rung["kept"] else f"{rung['rung']} ({'undone' if 'undone' in rung['facts'] else 'no change'})"
 
 
 def interval_end(share: dict[str, Any], end: Literal["low", "high"]) -> str:
@@ -107,8 +102,7 @@ def _table(found: dict[str, Any]) -> str:
     lines.append(_row("nothing", found["before"], "–"))
     for rung in found["rungs"]:
         ends = [f"{s['share']:.0%} ({interval_end(s, 'low')} to {interval_end(s, 'high')})" for s in rung["shares"].values()]
-        what = named(rung)
-        lines.append(_row(what, rung["conditions"], "; ".join(ends) or "–"))
+        lines.append(_row(rung["rung"], rung["conditions"], "; ".join(ends) or "–"))
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import PlanError, ShaketableError
-from shaketable.evaluate.decoding import Decoder, batches, probe_batch_size
+from shaketable.evaluate.decoding import Decoder, decode_all, probe_batch_size
 from shaketable.evaluate.layers import readings
 from shaketable.evaluate.reading import Pair, Reading
 from shaketable.evaluate.score import Answer, Condition, Evaluation, Evaluator, in_phases, injected
@@ -72,11 +72,9 @@ class Scoring:
 
     def _answers_of_the_clean_model(self) -> list[Pair]:
         prompts = self.prompts[:PAIRS] if self.by_task else self.prompts
-        found: dict[int, list[int]] = {}
-        for indices in batches(prompts, self.batch_size):
-            done = self.students.complete(self.decoder, [prompts[i] for i in indices], 0)
-            found.update({i: c.tokens for i, c in zip(indices, done, strict=True)})
-        pairs = [(prompts[i], found[i]) for i in range(len(prompts))]
+        with self.students.teacher() as clean:
+            done = decode_all(self.decoder, clean, prompts, batch_size=self.batch_size)
+        pairs = [(prompt, completion.tokens) for prompt, completion in zip(prompts, done, strict=True)]
         if not self.by_task and not all(c for _, c in pairs):
             raise ShaketableError("the clean model writes nothing to one of the prompts: there is nothing to compare")
         return [pair for pair in pairs if pair[1]]
@@ -154,7 +152,8 @@ def check_worth(before: list[dict[str, Any]], names: list[str]) -> None:
 
 def rehearse(config: HardenConfig) -> None:
     """Read the task, match every plan on the model's skeleton; raises whatever would stop the run later."""
-    SequenceSource.of(config)
+    if config.stages:
+        SequenceSource.of(config)
     if (Path(config.model).expanduser() / ADAPTER).is_file():
         raise ShaketableError(f"{config.model} is a LoRA adapter, which is not hardened; merge it into its base first")
     skeleton = load_skeleton(config.model)

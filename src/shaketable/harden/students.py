@@ -4,14 +4,13 @@ The teacher is a frozen copy, or, with LoRA, the same weights with the adapters 
 wrong: the student is to become the clean model again, not a better one. They are sampled some steps ahead, keyed by seed and
 place, so a killed run samples the same ones again and no file is needed.
 
-Prompts without a task come from a file: a .jsonl with a "prompt", "question" or "text" on each line, or a text, a prompt a
-paragraph or a line. One in five, by a hash of its text, is kept apart to be scored on.
+Of prompts without a task, one in five, by a hash of its text, is kept apart to be scored on.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +22,15 @@ from torch import Tensor
 from shaketable.errors import ShaketableError
 from shaketable.evaluate.decoding import Completion, Decoder, batches, tokens_of
 from shaketable.evaluate.reading import Pair, Reading, pair_logits, read_pairs
-from shaketable.evaluate.score import answer_tokens, arithmetic, prompt_tokens
+from shaketable.evaluate.score import answer_tokens, arithmetic, check_context, prompt_tokens
 from shaketable.evaluate.tasks import Problem, Task, load_task, sample
-from shaketable.evaluate.tasks.files import parts_of, read_rows, require, side_of, text_at
+from shaketable.evaluate.tasks.files import side_of, texts_of
 from shaketable.faults.rng import key_of
 from shaketable.harden.config import HardenConfig
 from shaketable.inject import Injection
 
 AHEAD = 1024
 """About so many completions are sampled at a time."""
-KEYS = ("prompt", "question", "text")
 
 
 class Students:
@@ -40,7 +38,7 @@ class Students:
 
     def __init__(self, model: Any, pad: int, device: str, dtype: str, *, lora: bool = False) -> None:
         self.model, self.pad, self.device, self.dtype = model, pad, device, dtype
-        self.clean = None if lora else _frozen_copy(model)
+        self.clean = None if lora else copy.deepcopy(model).requires_grad_(False).eval()
 
     def arithmetic(self) -> AbstractContextManager[Any]:
         """That of the run."""
@@ -88,17 +86,6 @@ class Students:
             self.model.train(was_training)
 
 
-def _frozen_copy(model: Any) -> Any:
-    try:
-        return copy.deepcopy(model).requires_grad_(False).eval()
-    except (MemoryError, RuntimeError) as error:  # on a CPU torch says it in a plain RuntimeError
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise
-        size = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**30
-        why = "a second copy of the weights is needed as the teacher"
-        raise ShaketableError(f"not enough memory: {why}, {size:.1f} GiB; --lora 16 needs none") from error
-
-
 @contextmanager
 def faults_on(injection: Injection | None) -> Iterator[None]:
     """A plan on for as long as this lasts; its operator mode is left to the model's own calls."""
@@ -120,7 +107,7 @@ class SequenceSource:
     """Where prompts come from."""
 
     task: Task | None
-    learnt: Sequence[Problem]
+    train: Sequence[Problem]
     """May be a million, made when they are asked for."""
     tests: list[Problem]
     limit: int
@@ -130,64 +117,42 @@ class SequenceSource:
     def of(cls, config: HardenConfig) -> SequenceSource:
         """Read the task or the file, and draw what is scored."""
         if config.prompts is not None:
-            return _from_file(Path(config.prompts), config)
+            return cls._of_file(Path(config.prompts), config)
         assert config.task is not None
         task = load_task(config.task)
         if task.kind != "generate":
             raise ShaketableError(f"the task {task.name} has no problems to solve; give its file as --prompts instead")
-        learnt = task.problems("train")
-        if not learnt:
+        train = task.problems("train")
+        if not train:
             raise ShaketableError(f"the task {task.name} has no train problems")
-        return cls(task, learnt, sample(task, "test", config.eval_n, config.eval_seed), task.max_new_tokens)
+        return cls(task, train, sample(task, "test", config.eval_n, config.eval_seed), task.max_new_tokens)
+
+    @classmethod
+    def _of_file(cls, path: Path, config: HardenConfig) -> SequenceSource:
+        sides: dict[str, list[Problem]] = {"train": [], "test": []}
+        for number, text in enumerate(texts_of(path, "prompt", "question", "text"), 1):
+            sides[side_of(text)].append(Problem(f"prompt-{number}", text, ""))
+        if len(sides["test"]) < 2 or not sides["train"]:
+            raise ShaketableError(f"{path} has too few prompts to keep one in five apart; give at least twenty")
+        return cls(None, sides["train"], sides["test"][: config.eval_n], config.max_new_tokens)
 
     def tokens(self, tokenizer: Any, problem: Problem) -> list[int]:
         """A prompt as the model is given it."""
         return tokens_of(tokenizer, problem.question) if self.task is None else prompt_tokens(tokenizer, self.task, problem)
 
 
-def _from_file(path: Path, config: HardenConfig) -> SequenceSource:
-    if path.suffix == ".jsonl":
-        rows = read_rows(path)
-        key = next((k for k in KEYS if k in rows[0][1]), KEYS[0])
-        require(path, rows, key, "prompts")
-        texts = [text_at(path, number, row, key) for number, row in rows]
-    else:
-        texts = parts_of(path)
-    sides: dict[str, list[Problem]] = {"train": [], "test": []}
-    for number, text in enumerate(texts, 1):
-        sides[side_of(text)].append(Problem(f"prompt-{number}", text, ""))
-    if len(sides["test"]) < 2 or not sides["train"]:
-        raise ShaketableError(f"{path} has {len(texts)} prompts, too few to keep one in five apart; give at least twenty")
-    return SequenceSource(None, sides["train"], sides["test"][: config.eval_n], config.max_new_tokens)
-
-
-class Prompts:
-    """The prompts that are learnt from, as tokens, each made when it is asked for and refused when it does not fit."""
-
-    def __init__(self, source: SequenceSource, tokenizer: Any, model: Any) -> None:
-        self.source, self.tokenizer = source, tokenizer
-        self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-    def __len__(self) -> int:
-        return len(self.source.learnt)
-
-    def __getitem__(self, place: int) -> list[int]:
-        problem = self.source.learnt[place]
-        tokens = self.source.tokens(self.tokenizer, problem)
-        if self.context is not None and len(tokens) + self.source.limit > self.context:
-            parts = f"a prompt of {len(tokens)} tokens and a completion of {self.source.limit}"
-            raise ShaketableError(f"{problem.id}: {parts} do not fit into the model's context of {self.context}")
-        return tokens
-
-
 class OwnCompletions:
     """The batches of all steps: prompts in random order, each completed by the clean model when its step is near."""
 
-    def __init__(self, config: HardenConfig, prompts: Prompts, decoder: Decoder, complete: Callable[..., Any]) -> None:
-        """`complete` decodes prompts with the clean model: (decoder, prompts, key) → completions."""
-        self.config, self.prompts, self.decoder, self.complete = config, prompts, decoder, complete
+    def __init__(
+        self, config: HardenConfig, source: SequenceSource, tokenizer: Any, students: Students, decoder: Decoder
+    ) -> None:
+        self.config, self.source, self.tokenizer = config, source, tokenizer
+        self.students, self.decoder = students, decoder
+        self.context: int | None = getattr(students.model.config.get_text_config(), "max_position_embeddings", None)
         self.steps_ahead = max(1, min(config.steps, AHEAD // config.batch))
         self._chunk, self._pairs = -1, list[Pair]()
+        self._epoch, self._order = -1, list[int]()
 
     def at(self, step: int) -> list[Pair]:
         """The sequences of a step."""
@@ -198,22 +163,23 @@ class OwnCompletions:
 
     def _sampled(self, chunk: int) -> list[Pair]:
         size = self.steps_ahead * self.config.batch
-        prompts = [self.prompts[self._drawn(chunk * size + i)] for i in range(size)]
+        problems = [self.source.train[self._drawn(chunk * size + i)] for i in range(size)]
+        prompts = [self.source.tokens(self.tokenizer, problem) for problem in problems]
+        check_context("the prompts", prompts, self.source.limit, self.context)
         found: dict[int, Completion] = {}
         for n, indices in enumerate(batches(prompts, AHEAD)):
             key = key_of(self.config.seed, "completions", chunk, n) >> 1
-            done = self.complete(self.decoder, [prompts[i] for i in indices], key)
+            done = self.students.complete(self.decoder, [prompts[i] for i in indices], key)
             found.update(zip(indices, done, strict=True))
         return [(prompts[i], found[i].tokens) for i in range(size)]
 
     def _drawn(self, place: int) -> int:
         """The prompt at a place of an endless row: all of them in random order, then all in another order."""
-        epoch, inside = divmod(place, len(self.prompts))
-        if getattr(self, "_epoch", None) != epoch:
+        epoch, inside = divmod(place, len(self.source.train))
+        if self._epoch != epoch:
             generator = torch.Generator().manual_seed(key_of(self.config.seed, "order", epoch) >> 1)
-            self._epoch, self._order = epoch, torch.randperm(len(self.prompts), generator=generator).tolist()
-        found: int = self._order[inside]
-        return found
+            self._epoch, self._order = epoch, torch.randperm(len(self.source.train), generator=generator).tolist()
+        return self._order[inside]
 
 
 class Answers:
@@ -225,6 +191,6 @@ class Answers:
     def at(self, step: int) -> list[Pair]:
         """The sequences of a step."""
         generator = torch.Generator().manual_seed(key_of(self.config.seed, "answers", step) >> 1)
-        chosen = torch.randint(len(self.source.learnt), (self.config.batch,), generator=generator).tolist()
-        problems = [self.source.learnt[i] for i in chosen]
+        chosen = torch.randint(len(self.source.train), (self.config.batch,), generator=generator).tolist()
+        problems = [self.source.train[i] for i in chosen]
         return [(self.source.tokens(self.tokenizer, p), answer_tokens(self.tokenizer, p.answer)) for p in problems]

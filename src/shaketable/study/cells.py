@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shaketable.errors import ShaketableError
-from shaketable.harden.config import HardenConfig
+from shaketable.harden.config import REMOVED_OPTIONS, HardenConfig
 from shaketable.study.config import Arm, Guide, StudyConfig
 from shaketable.train.config import TrainConfig
 
 STEPS = 60
 NEWER: dict[str, Any] = {
     "warm_start": 0,
-    "clean_loss": 0.02,
     "eval_loss": False,
     "order": "after",
     "unit": "relative",
@@ -72,9 +71,7 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
     """What a run's numbers depend on."""
     apart = ("report_to", "save_every")
     known = {k: v for k, v in options.items() if k not in apart and not (k in NEWER and NEWER[k] == v)}
-    if "rungs" in known:  # the name that it had when published records were made
-        known["rungs"] = ["regauge" if rung == "rescale" else rung for rung in known["rungs"]]
-    return known
+    return known | REMOVED_OPTIONS if "rungs" in known else known
 
 
 def cells_of(study: StudyConfig) -> list[Cell]:

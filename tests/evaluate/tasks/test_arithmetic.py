@@ -73,10 +73,8 @@ def test_prompts():
     [
         ("122", "122", True, True),
         ("1220", "122", False, True),
-        ("12", "122", False, True),
         ("1", "122", False, True),
         (" 122.", "122", True, False),
-        (" 122 ", "122", True, True),
         ("122.5", "122", False, True),
         ("122\n45+3=48", "122", True, True),
         ("\n122", "122", True, True),
@@ -84,8 +82,6 @@ def test_prompts():
         ("The answer is 122.", "122", True, False),
         ("-48", "-48", True, True),
         ("−48", "-48", True, True),
-        ("48", "-48", False, True),
-        ("-48", "48", False, True),
         ("1,220", "1220", True, True),
         ("1,220", "1", False, True),
         ("0122", "122", True, True),
@@ -93,7 +89,6 @@ def test_prompts():
         ("122 or 123", "122", True, False),
         ("123 or 122", "122", False, False),
         ("", "122", False, False),
-        ("many", "122", False, False),
         ("9" * 5000, "122", False, True),
     ],
 )

@@ -75,22 +75,22 @@ def test_a_file_of_another_name_says_the_side_of_each_row(tmp_path):
     task = load_task(str(written(tmp_path / "all.parquet", rows("test") + rows("train"))))
     assert (len(task.problems("test")), len(task.problems("train"))) == (3, 2)
     without = [made | {"extra_info": {"index": 0}} for made in rows("test")]
-    with pytest.raises(ShaketableError, match=r"row 0 has extra_info\.split None; expected train or test"):
+    with pytest.raises(ShaketableError, match="row 0 is of another layout"):
         load_task(str(written(tmp_path / "some.parquet", without))).problems("test")
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"data_source": "math"}, r"row 0 has data_source 'math'; openai/gsm8k is read here"),
-        ({"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}, "is not one message of the user"),
-        ({"prompt": "What is 2 + 2?"}, "is not one message of the user"),
-        ({"reward_model": {"ground_truth": "many"}}, r"ground_truth of row 0 is 'many', not a number"),
+        {"data_source": "math"},
+        {"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]},
+        {"prompt": "What is 2 + 2?"},
+        {"reward_model": {"ground_truth": "many"}},
     ],
 )
-def test_another_layout_is_refused_with_its_row(tmp_path, change, message):
+def test_another_layout_is_refused_with_its_row(tmp_path, change):
     path = written(tmp_path / "test.parquet", [made | change for made in rows("test")])
-    with pytest.raises(ShaketableError, match=message):
+    with pytest.raises(ShaketableError, match="row 0 is of another layout; verl's GSM8K has one prompt of the user"):
         load_task(str(path)).problems("test")
 
 
@@ -99,10 +99,7 @@ def test_files_that_cannot_be_read(folder):
     with pytest.raises(ShaketableError, match=r"cannot read .*test\.parquet: "):
         load_task(f"gsm8k,path={folder}").problems("test")
     written(folder / "test.parquet", [{"question": "x", "answer": "#### 1"}])
-    with pytest.raises(ShaketableError, match="has no column 'data_source'; verl's layout has"):
+    with pytest.raises(ShaketableError, match="row 0 is of another layout"):
         load_task(f"gsm8k,path={folder}").problems("test")
-    (folder / "train.jsonl").write_text("{}")
-    with pytest.raises(ShaketableError, match=r"holds both train\.jsonl and train\.parquet"):
-        load_task(f"gsm8k,path={folder}")
     with pytest.raises(ShaketableError, match="holds no GSM8K"):
         load_task("nowhere.parquet")

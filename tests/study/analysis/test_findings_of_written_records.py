@@ -150,7 +150,7 @@ def test_what_came_back_in_a_hardened_arm_is_told_with_the_verdict(tmp_path):
         after = evaluation(4, clean=[1, 1, 1, 1, 1, 0], faulty=[0] * 6, noise=[1, 1, 1, 1, cell.seed % 2, 1])
         return [MADE, before, after, ("rung", {"step": 4, "cost": {"seconds": 2.0 + 2 * cell.seed}}), END]
 
-    arms = {"as it comes": {"train": False}, "fixed": {"harden": {"rungs": ["calibrate"]}, "plan": "noise"}}
+    arms = {"as it comes": {"train": False}, "fixed": {"harden": {"rungs": ["supervise"]}, "plan": "noise"}}
     asked = study(arms=arms, compare={"primary": {"a": "fixed", "b": "as it comes", "condition": "noise"}})
     written(tmp_path, asked, events)
     told = findings(asked, tmp_path)
@@ -163,7 +163,7 @@ def test_what_came_back_in_a_hardened_arm_is_told_with_the_verdict(tmp_path):
         3.0,
     )
     assert told["verdict"]["sentence"] == (f"{sentence}. O{back['sentence'][1:]}; without the fault 100.0 → 83.3; 3 s a run.")
-    assert told["study"]["steps"] > 0 and told["arms"][1]["settings"] == ["stages calibrate"]
+    assert told["study"]["steps"] > 0 and told["arms"][1]["settings"] == ["stages supervise"]
     assert told["arms"][1]["plan"] == NOISE and told["arms"][1]["plan_in"] == "both"
 
 

@@ -1,8 +1,8 @@
-"""Tasks whose problems are in files: GSM8K, a user's own JSONL, and texts to read. Every error names file and line.
+"""Tasks whose problems are in files: GSM8K, a user's own JSONL, and texts to read. Errors name file and line.
 
-**GSM8K** (Cobbe et al. 2021, MIT): a folder with train.jsonl and test.jsonl, verl's train.parquet and test.parquet, or the
-hub. The gold answer follows `####` in the worked solution. verl's files are asked with their own prompts, so
-that a score compares with its validation. A file that does not hold the published number of problems gets a warning.
+**GSM8K** (Cobbe et al. 2021, MIT): a folder with verl's train.parquet and test.parquet, or with train.jsonl and test.jsonl,
+or the hub. The gold answer follows `####` in the worked solution. verl's files are asked with their own prompts, so
+that a score compares with its validation.
 
 **JSONL**: {"question": …, "answer": …} on each line, and if wanted `id` and `split`; without `split`, a hash of the question
 puts one in five on the test side, so lines may be added or moved without moving others.
@@ -17,7 +17,7 @@ import json
 import random
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
@@ -28,59 +28,52 @@ from shaketable.errors import ShaketableError
 from shaketable.evaluate.tasks.numeric import MARKER, NUMBER, final_answer, is_number, same_number
 from shaketable.evaluate.tasks.task import SPLITS, TEST_SHARE, Problem, Score, Split, Task, checked_split, sample
 
-Rows = list[tuple[int, dict[str, Any]]]
-
 
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file, without a byte-order mark and with plain line ends."""
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ShaketableError(f"cannot read {path}: {error.strerror or error}") from None
-    try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise ShaketableError(f"{path}: line {line} is not UTF-8") from None
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ShaketableError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def read_rows(path: Path) -> Rows:
-    """The objects of a JSONL file with their line numbers; blank lines are passed over, an empty file is refused."""
+def read_rows(path: Path, *required: str) -> list[tuple[int, dict[str, Any]]]:
+    """The objects of a JSONL file with their line numbers; blank lines are passed over.
+
+    Raises:
+        ShaketableError: A line is no object, or has no text or number at a required key; or there is no line.
+    """
+    rows = []
     lines = read_text(path).split("\n")  # splitlines would cut at U+2028, which JSON allows inside a string
-    rows = [(number, _object(path, number, line)) for number, line in enumerate(lines, 1) if line.strip()]
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ShaketableError(f"{path}: line {number} is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ShaketableError(f"{path}: line {number} is not an object such as {{…}}")
+        for key in required:
+            if not isinstance(row.get(key), str | int | float) or not str(row[key]).strip():
+                raise ShaketableError(f"{path}: line {number} has no {key}: a text or a number")
+        rows.append((number, row))
     if not rows:
         raise ShaketableError(f"{path} is empty; expected one JSON object on each line")
     return rows
 
 
-def require(path: Path, rows: Rows, key: str, what: str) -> None:
-    """Refuse rows without a value at `key`, with their count and the first line."""
-    bad = [number for number, row in rows if not str("" if row.get(key) is None else row[key]).strip()]
-    refuse(path, bad, len(rows), f"no {key}", what)
-
-
-def refuse(path: Path, bad: Iterable[int], total: int, missing: str, what: str) -> None:
-    """Refuse a file when lines are bad: how many, and which is the first."""
-    if lines := list(bad):
-        raise ShaketableError(f"{path}: {len(lines)} of {total} {what} have {missing} (first: line {lines[0]})")
-
-
-def text_at(path: Path, number: int, row: dict[str, Any], key: str) -> str:
-    """The value at a key as text; only texts and numbers have one."""
-    value = row[key]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ShaketableError(f"{path}: line {number}: {key} must be a text or a number, not {type(value).__name__}")
-    return str(value).strip()
-
-
-def _object(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ShaketableError(f"{path}: line {number} is not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ShaketableError(f"{path}: line {number} holds {type(row).__name__}, not an object such as {{…}}")
-    return row
+def texts_of(path: Path, *keys: str) -> list[str]:
+    """The texts of a file: one a line at one of `keys` (.jsonl), else paragraphs, or lines where no blank ones part them."""
+    if path.suffix == ".jsonl":
+        rows = read_rows(path)
+        key = next((k for k in keys if k in rows[0][1]), keys[0])
+        return [str(row[key]).strip() for _, row in read_rows(path, key)]
+    whole = read_text(path).strip()
+    if not whole:
+        raise ShaketableError(f"{path} is empty; expected one text a line, or paragraphs")
+    paragraphs = re.split(r"\n[ \t]*\n\s*", whole)
+    return [" ".join(part.split()) for part in (paragraphs if len(paragraphs) > 1 else whole.split("\n"))]
 
 
 # ---- JSONL
@@ -114,26 +107,15 @@ class JsonlTask(Task):
 
     @cached_property
     def _sides(self) -> dict[Split, list[Problem]]:
-        rows = read_rows(self.path)
-        for key in ("question", "answer"):
-            require(self.path, rows, key, "problems")
-        named = any("split" in row for _, row in rows)
-        if named:
-            refuse(self.path, (n for n, row in rows if "split" not in row), len(rows), "no split", "problems")
         sides: dict[Split, list[Problem]] = {"train": [], "test": []}
-        lines: dict[str, int] = {}
-        for number, row in rows:
-            name = text_at(self.path, number, row, "id") if "id" in row else f"line-{number}"
-            if name in lines:
-                where = f"is on lines {lines[name]} and {number}"
-                raise ShaketableError(f"{self.path}: the id {name!r} {where}; ids must differ")
-            lines[name] = number
-            try:
-                side = checked_split(str(row["split"])) if named else side_of(str(row["question"]))
-            except ShaketableError as error:
-                raise ShaketableError(f"{self.path}: line {number}: {error}") from None
-            question, answer = (text_at(self.path, number, row, key) for key in ("question", "answer"))
-            sides[side].append(Problem(name, question, answer))
+        seen = set()
+        for number, row in read_rows(self.path, "question", "answer"):
+            question, answer = str(row["question"]).strip(), str(row["answer"]).strip()
+            name, side = str(row.get("id", f"line-{number}")), str(row.get("split", side_of(question)))
+            if side not in SPLITS or name in seen:
+                raise ShaketableError(f"{self.path}: line {number}: split must be train or test, and no id there twice")
+            seen.add(name)
+            sides[checked_split(side)].append(Problem(name, question, answer))
         return sides
 
 
@@ -167,8 +149,6 @@ class GSM8K(Task):
             return self
         if not any(_file(self.path, s).is_file() for s in SPLITS):
             raise ShaketableError(f"{self.path} holds no GSM8K; expected {FOLDER}")
-        for side in (s for s in SPLITS if all((self.path / f"{s}{end}").is_file() for end in (".jsonl", PARQUET))):
-            raise ShaketableError(f"{self.path} holds both {side}.jsonl and {side}{PARQUET}; name one of the files")
         return self
 
     def problems(self, split: Split) -> Sequence[Problem]:
@@ -195,7 +175,15 @@ class GSM8K(Task):
 
 
 def _gsm8k(path: Path | None, split: Split) -> list[Problem]:
-    rows = _from_hub(split) if path is None else _from_file(_file(path, split), split)
+    """The problems of one side; warns when there are not as many as were published."""
+    if path is None:
+        place, rows = HUB[0], _from_hub(split)
+    else:
+        file = _file(path, split)
+        place, rows = str(file), _parquet_rows(file, split) if file.suffix == PARQUET else _jsonl_rows(file)
+    if len(rows) != SIZES[split]:
+        what = f"{place} has {len(rows)} problems, GSM8K {split} has {SIZES[split]}"
+        warnings.warn(f"{what}: scores do not compare with published ones", stacklevel=2)
     return [Problem(f"{split}-{n}", question, gold) for n, (question, gold) in enumerate(rows)]
 
 
@@ -206,19 +194,9 @@ def _file(path: Path, split: Split) -> Path:
     return path / f"{split}{PARQUET if (path / f'{split}{PARQUET}').is_file() else '.jsonl'}"
 
 
-def _from_file(file: Path, split: Split) -> list[tuple[str, str]]:
-    """Questions and gold numbers; warns when there are not as many as were published."""
-    if file.suffix == PARQUET:
-        found = _parquet_rows(file, split)
-    else:
-        rows = read_rows(file)
-        for key in ("question", "answer"):
-            require(file, rows, key, "problems")
-        found = [(str(row["question"]).strip(), _gold(row["answer"], f"{file}: line {number}")) for number, row in rows]
-    if len(found) != SIZES[split]:
-        what = f"{file} has {len(found)} problems, GSM8K {split} has {SIZES[split]}"
-        warnings.warn(f"{what}: scores do not compare with published ones", stacklevel=2)
-    return found
+def _jsonl_rows(file: Path) -> list[tuple[str, str]]:
+    rows = read_rows(file, "question", "answer")
+    return [(str(row["question"]).strip(), _gold(row["answer"], f"{file}: line {number}")) for number, row in rows]
 
 
 def _from_hub(split: Split) -> list[tuple[str, str]]:
@@ -230,8 +208,6 @@ def _from_hub(split: Split) -> list[tuple[str, str]]:
         why = str(error).partition("\n")[0] or type(error).__name__
         ways = f"either `pip install datasets` and a way to {HUB[0]}, or {FOLDER}"
         raise ShaketableError(f"cannot get GSM8K from the hub ({why}); it needs {ways}") from error
-    if len(rows) != SIZES[split]:
-        raise ShaketableError(f"{HUB[0]} has {len(rows)} {split} problems now, expected {SIZES[split]}; give {FOLDER}")
     return [(r["question"].strip(), _gold(r["answer"], f"{HUB[0]} {split}, problem {n}")) for n, r in enumerate(rows)]
 
 
@@ -242,55 +218,33 @@ def _gold(solution: object, place: str) -> str:
     return gold
 
 
-# ---- verl's parquet files
-
-SOURCE = "openai/gsm8k"
-COLUMNS = ("data_source", "prompt", "reward_model")
-
-
 def _parquet_rows(path: Path, split: str) -> list[tuple[str, str]]:
     """Prompt and gold number of the problems of one side, in the order of the file.
 
-    Raises:
-        ShaketableError: The file cannot be read, is not of this layout, or has no problem of that side.
+    The side is the name of the file, train.parquet or test.parquet, else what each row's `extra_info` says.
     """
     try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise ShaketableError(f"{path}: reading parquet needs pyarrow ({error}): pip install pyarrow") from None
-    try:
-        table = parquet.read_table(path)
-    except (OSError, ArrowException) as error:
-        why = str(error).partition("\n")[0]
-        raise ShaketableError(f"cannot read {path}: {why}") from None
-    if missing := [column for column in COLUMNS if column not in table.column_names]:
-        raise ShaketableError(f"{path} has no column {missing[0]!r}; verl's layout has {', '.join(COLUMNS)}")
-    found = [_parquet_row(path, n, row) for n, row in enumerate(table.to_pylist()) if _side_of_row(path, n, row) == split]
+        from pyarrow import parquet
+
+        rows = parquet.read_table(path).to_pylist()
+    except (ImportError, OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+        raise ShaketableError(f"cannot read {path}: {str(error).partition(chr(10))[0]}") from None
+    found = []
+    for number, row in enumerate(rows):
+        try:
+            side = path.stem if path.stem in SPLITS else row["extra_info"]["split"]
+            ((role, text),) = ((message["role"], message["content"]) for message in row["prompt"])
+            source, gold = row["data_source"], str(row["reward_model"]["ground_truth"]).strip()
+        except (KeyError, TypeError, ValueError):
+            side = role = source = text = gold = ""
+        if side not in SPLITS or (role, source) != ("user", HUB[0]) or not is_number(gold):
+            layout = "verl's GSM8K has one prompt of the user and a number as ground_truth"
+            raise ShaketableError(f"{path}: row {number} is of another layout; {layout}")
+        if side == split:
+            found.append((str(text), gold))
     if not found:
         raise ShaketableError(f"{path} has no {split} problems; give a folder with train.parquet and test.parquet")
     return found
-
-
-def _side_of_row(path: Path, number: int, row: dict[str, Any]) -> str:
-    if path.stem in ("train", "test"):
-        return path.stem
-    side = (row.get("extra_info") or {}).get("split")
-    if side not in ("train", "test"):
-        what = f"{path}: row {number} has extra_info.split {side!r}"
-        raise ShaketableError(f"{what}; expected train or test, or a file that is called train.parquet or test.parquet")
-    return str(side)
-
-
-def _parquet_row(path: Path, number: int, row: dict[str, Any]) -> tuple[str, str]:
-    if row["data_source"] != SOURCE:
-        raise ShaketableError(f"{path}: row {number} has data_source {row['data_source']!r}; {SOURCE} is read here")
-    messages = row["prompt"]
-    if not isinstance(messages, list) or [m.get("role") for m in messages if isinstance(m, dict)] != ["user"]:
-        raise ShaketableError(f"{path}: the prompt of row {number} is not one message of the user; verl's GSM8K has one")
-    gold = (row["reward_model"] or {}).get("ground_truth")
-    if not is_number(str(gold)):
-        raise ShaketableError(f"{path}: reward_model.ground_truth of row {number} is {gold!r}, not a number")
-    return str(messages[0]["content"]), str(gold).strip()
 
 
 # ---- texts
@@ -317,12 +271,7 @@ class TextTask(Task):
 
     def texts(self) -> list[str]:
         """The texts, in the order of the file."""
-        path = self.path or BUILT_IN
-        if path.suffix == ".jsonl":
-            rows = read_rows(path)
-            require(path, rows, "text", "lines")
-            return [text_at(path, number, row, "text") for number, row in rows]
-        return parts_of(path)
+        return texts_of(self.path or BUILT_IN, "text")
 
     def describe(self) -> dict[str, Any]:
         """Name and parameters, for run records."""
@@ -339,16 +288,6 @@ class TextTask(Task):
 
 def _no_problems() -> NoReturn:
     raise ShaketableError("the text task has texts to read and no problems to solve; use e.g. arithmetic or gsm8k")
-
-
-def parts_of(path: Path) -> list[str]:
-    """The paragraphs of a text file, or its lines where it has no blank ones."""
-    whole = read_text(path).strip()
-    paragraphs = re.split(r"\n[ \t]*\n\s*", whole)
-    parts = paragraphs if len(paragraphs) > 1 else whole.split("\n")
-    if not whole:
-        raise ShaketableError(f"{path} is empty; expected one text a line, or paragraphs")
-    return [" ".join(part.split()) for part in parts]
 
 
 # ---- drawing

@@ -46,9 +46,7 @@ def load_task(text: str) -> Task:
     name, *rest = (part.strip() for part in text.split(","))
     fields: dict[str, Any] = _fields(name, rest)
     if name.endswith((".jsonl", ".parquet")):
-        if "path" in fields:
-            raise ShaketableError(f"{name} is the path already: drop path=")
-        return _made(JsonlTask if name.endswith(".jsonl") else GSM8K, {"path": name, **fields}, name)
+        return _made(JsonlTask if name.endswith(".jsonl") else GSM8K, {**fields, "path": name}, name)
     if code_in(name) is None and name not in BUILT_IN:
         own = "a file of your own is written problems.jsonl or my_tasks.py:Class"
         raise ShaketableError(f"unknown task {name!r}; {nearest(name, BUILT_IN)}; {own}")
@@ -56,13 +54,11 @@ def load_task(text: str) -> Task:
 
 
 def _fields(name: str, parts: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    found = dict[str, str]()
     for part in parts:
         key, _, value = (word.strip() for word in part.partition("="))
-        if not key or not value:
-            raise ShaketableError(f"task {name}: {part!r} is not key=value")
-        if key in found:
-            raise ShaketableError(f"task {name}: {key} is given twice")
+        if not key or not value or key in found:
+            raise ShaketableError(f"task {name}: {part!r} is not key=value, each key once")
         found[key] = value
     return found
 
@@ -81,14 +77,9 @@ def _own(name: str) -> type[Task]:
     source, _, wanted = name.rpartition(":")
     module = _file(source) if source.endswith(".py") else _module(source)
     task = vars(module).get(wanted)
-    if not _is_task(task):
-        why = "is not there" if task is None else "is not a subclass of Task"
-        others = [key for key, value in vars(module).items() if _is_task(value)]
-        raise ShaketableError(f"{name} {why}; {nearest(wanted, others) if others else 'nor is there any other task'}")
-    if inspect.isabstract(task):
-        raise ShaketableError(f"{name} is not finished: it lacks {', '.join(sorted(task.__abstractmethods__))}")
-    if "name" not in vars(task):
-        raise ShaketableError(f'{name} has no name of its own: give the class name = "{task.__name__.lower()}"')
+    if not _is_task(task) or inspect.isabstract(task):
+        others = [key for key, value in vars(module).items() if _is_task(value) and not inspect.isabstract(value)]
+        raise ShaketableError(f"{name} is not a finished subclass of Task; {nearest(wanted, others)}")
     return task
 
 
