@@ -60,7 +60,7 @@ def test_killed_it_goes_on_to_the_same_bits(tmp_path):
         ([*RUN, "--plan", HURTS, "--target", "1.2"], "target"),
         ([*RUN, "--plan", HURTS, "--stages", "distil,polish"], "there is no stage 'polish'"),
         ([*RUN, "--plan", HURTS, "--stages", "calibrate,distil"], "the stage calibrate was removed"),
-        ([*RUN[:2], "--plan", HURTS, "--prompts", "few.txt"], "too few to keep one in five apart"),
+        ([*RUN[:2], "--plan", HURTS, "--prompts", "few.txt"], "too few prompts to keep one in five apart"),
         ([*RUN[:2], "--plan", HURTS, "--prompts", "none.txt"], "cannot read none.txt"),
         (
             [*RUN[:2], "--plan", HURTS, "--prompts", "long.txt", "--max-new-tokens", "250"],
