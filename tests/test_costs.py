@@ -11,7 +11,6 @@ import shaketable as st
 from shaketable.aqn.spec import AQN
 from shaketable.errors import ShaketableError
 from shaketable.io.yaml_file import read_yaml
-from shaketable.plan import Plan
 from shaketable.study.file import load_study
 
 pytestmark = [
@@ -35,23 +34,6 @@ def written(folder, text):
     return path
 
 
-def bomb(key):
-    """Nine aliases of nine aliases, ten deep: 3.5 billion values in 400 bytes."""
-    lines = ["a0: &a0 [" + ", ".join(["x"] * 9) + "]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
-    return "\n".join([*lines, f"{key}: *a9"]) + "\n"
-
-
-@pytest.mark.parametrize("read", [Plan.load, load_study, AQN.load])
-def test_a_file_of_aliases_is_one_line(tmp_path, read):
-    path = written(tmp_path, bomb("plan"))
-    assert "more than 100,000 values" in refused(read, path)
-
-
-def test_a_file_that_holds_itself_is_one_line(tmp_path):
-    assert "more than 100,000 values" in refused(read_yaml, written(tmp_path, "a: &a [*a]"), "the file")
-
-
 def test_few_aliases_and_merges_mean_what_they_name(tmp_path):
     text = "outer:\n  base: &base {x: 1}\n  inner: &inner {<<: *base, x: 2, y: 3}\nagain: {<<: *inner, z: 4}\nlist: [*base, *base]\n"
     found = read_yaml(written(tmp_path, text), "the file")
@@ -69,17 +51,6 @@ def test_many_seeds_are_compared_once(tmp_path):
     seeds = ", ".join(map(str, [*range(50_000), 7]))
     text = f"study: s\nmodel: nano\ntask: arithmetic\narms: {{a: {{}}}}\nseeds: [{seeds}]\n"
     assert "seed 7 is given twice" in refused(load_study, written(tmp_path, text))
-
-
-def test_a_long_file_is_not_read(tmp_path):
-    path = written(tmp_path, f'plan: "{"x" * 100_000_000}"\n')
-    assert "more than 1,000,000 characters" in refused(Plan.load, path)
-
-
-@pytest.mark.parametrize("text", ["{}", "gain:0.1@module.x,{}=1", "{}:0.1@module.x", "gain:0.1@{}.x"])
-def test_a_long_line_is_not_read(text):
-    assert "may have 1,000,000" in refused(Plan.parse, text.replace("{}", "x" * 60_000_000))
-    refused(Plan.parse, text.replace("{}", "x" * 900_000))
 
 
 def test_ranges_of_layers_are_not_expanded():

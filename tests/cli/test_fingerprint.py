@@ -1,7 +1,6 @@
 """`shaketable fingerprint` as its users meet it."""
 
 import json
-import re
 
 import pytest
 
@@ -33,17 +32,14 @@ def test_it_writes_a_file_and_says_what_is_in_it(folder, tmp_path):
     about = read_fingerprint(out).about
     assert (about.tokens, about.prompts, about.model) == (32, None, str(folder))
     told = json.loads(facts.read_text())
-    assert re.fullmatch(f"shaketable fingerprint {re.escape(str(folder))} [0-9a-f]{{8}}", told.pop("generator"))
     assert told == json.loads(about.model_dump_json(by_alias=True))
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--device", "warp"], "device 'warp' cannot be used here"),
         (["--dtype", "int4"], "unknown dtype 'int4'"),
         (["--prompts", "none.txt"], "prompts cannot be read"),
-        (["--json", "no/such/folder.json"], "its folder does not exist"),
     ],
 )
 def test_wrong_use_is_one_line(folder, tmp_path, words, line):

@@ -1,7 +1,5 @@
 """What each role of a model costs."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers
@@ -61,18 +59,3 @@ def test_a_token_visits_some_experts_and_every_other_weight(chosen):
         for part in parts:
             size = sum(part.module._parameters[name].numel() for name in part.weights)
             assert flops.part_flops(part, anatomy) == pytest.approx(2.0 * size * share)
-
-
-EXPERTS = [
-    ({}, 1.0),
-    ({"num_experts_per_tok": 2, "num_local_experts": 8}, 0.25),
-    ({"num_experts_per_tok": 2, "n_routed_experts": 16}, 0.125),
-    ({"moe_topk": 1, "num_experts": 4}, 0.25),
-    ({"num_experts_per_tok": 2, "top_k": 50, "num_experts": 4}, 0.5),
-    ({"num_experts_per_tok": 1, "num_local_experts": 4, "num_experts": 8}, 0.25),
-    ({"num_experts_per_tok": None, "moe_topk": 2, "num_experts": 4}, 0.5),
-    ({"num_experts_per_tok": 2}, 1.0),
-    ({"num_experts_per_tok": 2, "num_experts": 0}, 1.0),
-    ({"moe_topk": [2, 2], "num_experts": 4}, 1.0),
-    ({"text_config": SimpleNamespace(num_experts_per_tok=2, num_experts=8)}, 0.25),
-]

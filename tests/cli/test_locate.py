@@ -72,14 +72,9 @@ def test_a_layer_that_cannot_be_judged_exits_4(locate, folder, tmp_path):
     [
         (("no-such-model-here/at-all/x",), "does not exist"),
         (("MODEL", "--mode", "both"), "unknown mode 'both'"),
-        (("MODEL", "--dtype", "int8"), "unknown dtype 'int8'"),
-        (("MODEL", "--device", "nowhere"), "cannot be used here"),
-        (("MODEL", "--plan", "gain:1@nothing.here"), "unknown site level"),
         (("MODEL", "--plan", "gain:0.1@module.nothing_like_it"), "matches"),
         (("MODEL", "--plan", "saturation:1.0,scope=tensor@layer.1"), "changed no value: there was nothing to find"),
         (("MODEL", "--prompts", "EMPTY"), "prompts are empty"),
-        (("MODEL", "--prompts", "MISSING"), "cannot be read"),
-        (("MODEL", "--attention", "magic"), "attention"),
         (("MODEL", "--json", "MISSING/d.json"), "its folder does not exist"),
     ],
 )

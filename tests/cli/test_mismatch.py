@@ -64,11 +64,8 @@ def test_a_defect_exits_1(tmp_path):
         (["--task", "arithmetic"], "add --engine vllm"),
         (["--engine", "vlm", *SMALL], "did you mean 'vllm'"),
         (["--engine", "hf", "--engine-args", "{", *SMALL], "is not JSON"),
-        (["--engine", "hf", "--engine-args", "[]", *SMALL], "is a JSON object"),
         (["--engine", "hf", "--logprobs", "row", *SMALL], "did you mean 'raw'"),
-        (["--engine", "hf", "--dtype", "int8", *SMALL], "unknown dtype"),
         (["--engine", "hf", "--max-new-tokens", "400", *SMALL], "do not fit into the context of 256"),
-        (["--rollouts", "none.jsonl"], "cannot read"),
     ],
 )
 def test_one_line_for_what_is_wrong(tmp_path, arguments, says):

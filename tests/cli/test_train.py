@@ -43,13 +43,6 @@ def test_a_run_tells_scores_with_their_proof_and_writes_them(tmp_path):
     assert again.code == 0 and again.stdout == done.stdout, "a finished run is shown and not run"
 
 
-def test_origin_18_without_a_name_every_run_has_its_own(tmp_path):
-    for _ in range(2):
-        assert shaketable(tmp_path, *RUN, "--limit", "1", "--steps", "1").code == 0
-    folders = [p.name for p in (tmp_path / "runs").iterdir()]
-    assert len(folders) == 2 and all(name.startswith("train-nano-arithmetic-") for name in folders)
-
-
 def test_a_sigma_that_destroys_the_model_is_told_with_numbers_and_the_run_goes_on(tmp_path):
     done = shaketable(tmp_path, *RUN, "--aqn", "constant:5.0", "--out", "run")
     assert done.code == 0, done.stderr
@@ -70,13 +63,6 @@ def other_shape(tmp_path):
     return folder
 
 
-def other_names(tmp_path):
-    folder = broken(tmp_path, "gpt")
-    shape = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99, "n_positions": 64}
-    (folder / "config.json").write_text(json.dumps(shape))
-    return folder
-
-
 def torn(tmp_path):
     folder = broken(tmp_path, "torn")
     data = (folder / "model.safetensors").read_bytes()
@@ -84,15 +70,9 @@ def torn(tmp_path):
     return folder
 
 
-def no_weights(tmp_path):
-    folder = broken(tmp_path, "empty")
-    (folder / "model.safetensors").unlink()
-    return folder
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
-    [(other_shape, "cannot be loaded"), (other_names, "holds no weights for"), (torn, "cannot be loaded"), (no_weights, "")],
+    [(other_shape, "cannot be loaded"), (torn, "cannot be loaded")],
 )
 def test_a_broken_checkpoint_is_one_line_and_makes_no_folder(tmp_path, make, message):
     folder = make(tmp_path)
@@ -112,26 +92,14 @@ def refused(done, message, folder, there=frozenset()):
     ("words", "message"),
     [
         (["--task", "arithmetik"], "did you mean 'arithmetic'"),
-        (["--task", "arithmetic,level=9"], "level"),
-        (["--task", "gone.jsonl"], "gone.jsonl"),
         (["--task", "text"], "no answers to reward"),
         (["--limit", "100000000"], "cannot draw 100000000 test problems"),
         (["--micro-batch", "5"], "micro_batch 5 does not divide the 16 answers"),
-        (["--samples", "1"], "samples"),
-        (["--steps", "0"], "steps"),
         (["--plan-in", "rollout"], "plan_in=rollout needs a plan"),
-        (["--plan", PLAN, "--plan-in", "everywhere"], "plan_in"),
         (["--plan", "gain:1@module.lineer"], "did you mean 'linear'"),
-        (["--plan", "gain:1@layer.8"], "layers 0-7"),
-        (["--plan", "gian:1@layer.0"], "did you mean 'gain'"),
         (["--plan", f"{PLAN},phase=train", "--plan-in", "rollout"], "the run never has it there"),
-        (["--plan", f"{PLAN},phase=eval"], "acts in eval only"),
-        (["--eval-plan", "gain:1@layer.99"], "layers 0-7"),
         (["--eval-plan", f"{PLAN},direction=backward"], "backward only"),
         (["--aqn", "global_decay:0.05-0.0005,stages=10", "--steps", "1"], "σ"),
-        (["--aqn", "constnat:0.1"], "did you mean 'constant'"),
-        (["--aqn", "constant:0.1,layers=12"], "layer 12 is out of range"),
-        (["--device", "abacus"], "device 'abacus' cannot be used here"),
         (["--json", "no/such/folder/o.json"], "its folder does not exist"),
     ],
 )

@@ -63,15 +63,6 @@ def test_a_sample_is_rows_spread_evenly_and_as_many_as_fit(kind, shape, rows):
     assert rows == 1 or (steps == steps[0]).all()
 
 
-def test_rows_are_kept_whole_where_the_law_is_about_a_row():
-    by_token = make_fault({"kind": "dead_zone", "magnitude": 0.1, "scope": "token"})
-    x = torch.zeros(2**10, 2**8)
-    assert s.sample(by_token, x, x, None)[0].shape == (2**8, 2**8)
-    assert s.sample(by_token, x[:, :64], x[:, :64], None)[0].shape == (2**10, 64), "as many as may be looked at"
-    flat = torch.zeros(2**17)
-    assert s.sample(by_token, flat, flat, None)[0].shape == (1, 2**17), "one row is the whole of it"
-
-
 @pytest.mark.parametrize("shape", [(512, 128), (512, 1), (128,)])
 def test_faulty_channels_go_with_the_sample(shape):
     x = torch.zeros(512, 128)

@@ -65,13 +65,6 @@ def unharmed(plan, use, model=None, then=2):
     return True
 
 
-def test_allow_inert_is_respected():
-    model = two_linears()
-    with (injection := st.inject(model, NOTHING, allow_inert=True)):
-        run(injection, model)
-        injection.step = 1
-
-
 def evaluate(injection, model):
     run(injection, model.eval())
 
@@ -158,16 +151,6 @@ def test_aqn_is_judged_by_its_own_rules():
         assert noise.inert() == []
     assert noise.lost_steps == (2,)
     noise.close()
-
-
-@pytest.mark.parametrize(("aqn", "lines"), [("constant:1e-6", 1), ("epoch_aware:1e-6-1e-7", 0)])
-def test_aqn_that_rounding_swallows_is_inert_if_sigma_never_changes(aqn, lines):
-    model = nn.Sequential(nn.RMSNorm(512)).bfloat16()
-    noise = st.AQN.load(aqn).attach(model, 3).enable()
-    with st.phase("rollout"), torch.no_grad():
-        model(torch.ones(2, 512, dtype=torch.bfloat16))
-    assert len(noise.inert()) == lines
-    noise.close(check=False)
 
 
 class Small(nn.Module):

@@ -1,12 +1,9 @@
 """Several clauses in one plan: each does, and is told, what it would alone, whatever its place among the others."""
 
-import pytest
 import torch
 from torch import nn
 
 import shaketable as st
-from shaketable.inject.injection import Injection
-from shaketable.plan import Plan
 
 CLAUSES = (
     "relative_gaussian:0.05@module.first",
@@ -65,12 +62,3 @@ def test_all_of_them_backwards():
     assert [line for _, line in rows] == [alone(c)[0][0][1] for c in reversed(CLAUSES)]
     assert [bool(line) for _, line in rows] == [False, False, False, True, False], "the one that clips at twice the largest"
     assert len(inert) == 2
-
-
-@pytest.mark.parametrize("clause", [None, 0, 1, 2])
-def test_a_magnitude_is_set_for_one_clause_or_for_all_that_have_one(clause):
-    injection = Injection(Plan.parse("gain:0.1@module.first;gain:0.2@module.second;gain:0.3@module.third;mxfp4@module.fourth"))
-    injection.set_magnitude(0.7, clause)
-    expected = [0.7 if clause in (None, i) else given for i, given in enumerate((0.1, 0.2, 0.3))]
-    assert [site.asked for site in injection.ledger.sites] == [*expected, None]
-    assert [getattr(fault, "magnitude", None) for fault in injection.faults] == [*expected, None]

@@ -166,22 +166,6 @@ def test_a_graph_that_breaks_is_clean_in_all_its_parts(plan):
     injection.close()
 
 
-def test_a_part_that_is_compiled_alone_is_clean_and_comes_back():
-    """Its hooks are functions of their own to dynamo. Without an operator in them, when off, they are kept all the same."""
-    net, x = tower()
-    whole = nn.Sequential(net, nn.Tanh())
-    injection = st.inject(whole, "relative_gaussian:0.1@module.Tower", seed=1).enable().disable()
-    clean = whole(x)
-    net.compile(backend="aot_eager")
-    for fires in (1, 2, 3):
-        assert torch.equal(whole(x), clean)
-        injection.enable()
-        assert not torch.equal(whole(x), clean)
-        assert injection.ledger.forward == fires
-        injection.disable()
-    injection.close()
-
-
 def test_taps_are_in_a_graph_that_is_traced_once():
     """As engines do it: traced while the plan is quiet, without guards, and never again."""
     net, x = tower()

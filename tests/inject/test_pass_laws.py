@@ -113,23 +113,6 @@ def test_gradients_of_gradients_are_refused_where_a_fault_has_one_of_its_own():
             first.sum().backward()
 
 
-def test_a_router_is_left_out_of_operators():
-    class Mixture(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.Linear(4, 2)
-            self.experts = nn.ModuleList([nn.Linear(4, 4)])
-
-        def forward(self, x):
-            return self.experts[0](x) * self.gate(x).sum()
-
-    model = nn.Sequential(Mixture())
-    for include, fires in (("", 1), (",include=router", 2)):
-        with st.inject(model, f"gain:1@op.matmul{include}") as ledger:
-            model(X)
-        assert ledger.forward == fires
-
-
 def test_a_norm_that_is_one_operator_has_faulty_gradients_of_its_input_and_of_its_weight():
     class RMSNorm(nn.Module):
         def __init__(self, weight):

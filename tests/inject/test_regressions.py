@@ -63,20 +63,6 @@ def test_an_activation_in_place_is_left_alone_when_off_and_hit_in_place_when_on(
         injection.close()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])
-def test_an_activation_in_place_is_hit_in_place_when_compiled(backend, fresh_graphs):
-    model = inside("torch")
-    call = torch.compile(model, backend=backend)
-    clean = call(X).detach()
-    injection = st.inject(model, "gain:1@op.silu").enable()
-    on = call(X)
-    on.sum().backward()
-    assert torch.allclose(on, 2 * clean) and (injection.ledger.forward, injection.ledger.backward) == (1, 1)
-    injection.disable()
-    assert torch.equal(call(X), clean)
-    injection.close()
-
-
 @pytest.mark.parametrize(
     ("plan", "twice"),
     [
@@ -91,19 +77,11 @@ def test_what_is_named_twice_is_refused(plan, twice):
         st.inject(nn.Linear(4, 4), plan)
 
 
-def test_overlapping_names_hit_a_module_once():
-    model = nn.Sequential()
-    model.add_module("up_proj", nn.Linear(4, 4))
-    with st.inject(model, "gain:1@module.linear+up_proj") as ledger:
-        y = model(X)
-    assert ledger.forward == 1 and torch.allclose(y, 2 * model(X))
-
-
 def test_a_clause_that_is_not_there_has_no_magnitude_to_set():
     injection = st.inject(nn.Linear(4, 4), "gain:1@module.linear;mxfp4@module.linear", allow_inert=True)
-    with pytest.raises(PlanError, match="no clause 7; this plan has clauses 0 to 1"):
+    with pytest.raises(PlanError, match="no clause 7 with a magnitude"):
         injection.set_magnitude(0.1, clause=7)
-    with pytest.raises(PlanError, match="clause 1, mxfp4, has no magnitude"):
+    with pytest.raises(PlanError, match="no clause 1 with a magnitude"):
         injection.set_magnitude(0.1, clause=1)
     injection.set_magnitude(0.5)
     assert injection.ledger.sites[0].asked == 0.5
@@ -112,10 +90,14 @@ def test_a_clause_that_is_not_there_has_no_magnitude_to_set():
 @pytest.mark.parametrize(
     ("plan", "magnitude", "message"),
     [
-        ("mxfp4@module.linear", 0.1, "no clause of this plan has a magnitude"),
-        ("gain:1@module.linear", -1, "gain: magnitude: Input should be greater than or equal to 0"),
-        ("gain:1@module.linear", float("nan"), "gain: magnitude: Input should be a finite number"),
-        ("gain:1@module.linear;bit_flip:0.1@module.linear", 2, "bit_flip: magnitude: Input should be less than or equal to 1"),
+        ("mxfp4@module.linear", 0.1, "no clause with a magnitude in mxfp4"),
+        ("gain:1@module.linear", -1, "magnitude -1: magnitude: Input should be greater than or equal to 0"),
+        ("gain:1@module.linear", float("nan"), "magnitude nan: magnitude: Input should be a finite number"),
+        (
+            "gain:1@module.linear;bit_flip:0.1@module.linear",
+            2,
+            "magnitude 2: magnitude: Input should be less than or equal to 1",
+        ),
     ],
 )
 def test_a_magnitude_that_cannot_be_set_changes_nothing(plan, magnitude, message):
@@ -147,13 +129,6 @@ def test_a_model_with_an_open_injection_is_named_when_it_is_injected_again():
     model(X)
     first.close(), second.close()
     st.inject(model, "gain:1@module.linear", allow_inert=True)
-
-
-def test_a_plan_within_the_with_of_another_is_meant(recwarn):
-    model = nn.Linear(4, 4)
-    with st.inject(model, "gain:1@module.linear"), st.inject(model, "gain:2@module.linear"):
-        model(X)
-    assert not recwarn
 
 
 def test_the_ledger_names_a_magnitude_that_was_set_beside_the_one_of_the_plan():
@@ -188,56 +163,6 @@ def test_the_head_of_a_second_model_is_left_alone(moved):
     second(X)
     assert injection.ledger.forward == before + 1
     injection.close()
-
-
-PRODUCTS_WITH_A_HEAD = {
-    "transposed": lambda x, weight: x @ weight.t(),
-    "as an attribute": lambda x, weight: x @ weight.T,
-    "a tile": lambda x, weight: x @ weight[:3].t(),
-    "cast": lambda x, weight: torch.nn.functional.linear(x, weight.to(torch.float64).float()),
-    "a tile, cast": lambda x, weight: x @ weight[:3].double().float().t(),
-}
-
-
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("is_compiled", [True, False])
-@pytest.mark.parametrize("product", PRODUCTS_WITH_A_HEAD.values(), ids=PRODUCTS_WITH_A_HEAD)
-def test_a_view_or_a_cast_of_a_head_is_the_head(product, is_compiled, grad, fresh_graphs):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.lm_head = nn.Linear(4, 4), nn.Linear(4, 6)
-
-        def forward(self, x):
-            return product(self.body(x), self.lm_head.weight)
-
-    model = Net()
-    with st.inject(model, "gain:1@op.matmul,direction=forward") as ledger, torch.set_grad_enabled(grad):
-        (torch.compile(model, backend="aot_eager") if is_compiled else model)(X)
-    assert ledger.forward == 1
-
-
-class ReadsOutside(nn.Linear):
-    """Multiplies in a function that dynamo leaves out of its graphs."""
-
-    @torch._dynamo.disable
-    def product(self, x):
-        return torch.nn.functional.linear(x, self.weight)
-
-    def forward(self, x):
-        return self.product(x) + self.product(2 * x)
-
-
-def test_a_weight_that_is_read_between_the_graphs_of_a_compiled_model_is_faulty():
-    torch._dynamo.reset()
-    model, x = nn.Sequential(ReadsOutside(4, 4, bias=False)), torch.ones(1, 4)
-    clean = model(x).detach()
-    with st.inject(model, "gain:1@module.ReadsOutside,point=weight") as ledger:
-        compiled = torch.compile(model, backend="eager")
-        for fires in (1, 2):
-            assert torch.allclose(compiled(x), 2 * clean) and ledger.forward == fires
-    assert torch.equal(torch.compile(model, backend="eager")(x), clean)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

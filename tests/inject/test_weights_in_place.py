@@ -34,18 +34,6 @@ def is_norm(name):
     return "norm" in name
 
 
-def test_noise_does_not_accumulate_over_steps(tiny_llama):
-    clean = weights(tiny_llama)
-    injection = put_on(tiny_llama, NORMS)
-    first = weights(tiny_llama)
-    for step in range(1, 21):
-        injection.step = step
-    noisy = torch.cat([p.detach() - clean[n] for n, p in tiny_llama.named_parameters() if is_norm(n)])
-    assert 0.08 < noisy.std() < 0.12
-    injection.step = 0
-    assert not changed(first, tiny_llama)
-
-
 def test_it_is_the_noise_that_a_trainer_would_see_at_the_same_step(tiny_llama):
     aqn = st.AQN.load("constant:0.1,seed=5")
     aqn.attach(tiny_llama, 10, step=3, sampler=True).enable()
@@ -62,19 +50,6 @@ def test_it_is_the_noise_that_a_trainer_would_see_at_the_same_step(tiny_llama):
         other(torch.tensor([[1, 2, 3]]))
     assert aqn_of_trainer.keys() == written.keys()
     assert all(torch.equal(aqn_of_trainer[name], value) for name, value in written.items())
-
-
-def test_weights_that_came_from_outside_are_the_clean_ones_from_then_on(tiny_llama):
-    injection = put_on(tiny_llama, NORMS)
-    new = {name: torch.full_like(p, 3.0) for name, p in tiny_llama.named_parameters() if is_norm(name)}
-    with torch.no_grad():
-        for name, value in new.items():
-            tiny_llama.get_parameter(name).data.copy_(value)
-    injection.rewrite()
-    spread = torch.cat([tiny_llama.get_parameter(name).detach() - 3.0 for name in new]).std()
-    assert 0.24 < spread < 0.36
-    injection.close()
-    assert all(torch.equal(tiny_llama.get_parameter(name), value) for name, value in new.items())
 
 
 def test_a_draw_is_counted_once_and_again_for_new_weights(tiny_llama):

@@ -1,9 +1,6 @@
 """Bugs that programs under `shaketable run` met."""
 
-import os
-import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -109,31 +106,3 @@ def test_processes_of_one_program_do_not_share_their_noise(without_rank, tmp_pat
         assert len(set(ranks)) == len(ranks) == len(found[-1]) == (2 if start == "group" else 3)
         assert start == "fork" or sorted(ranks) == [0, 1]
     assert found[0] == found[-1] and len(set(found[0])) == len(found[0])
-
-
-# ---- forks
-
-
-def test_a_forked_child_whose_ledger_cannot_be_written_ends_all_the_same():
-    script = """
-        import os, sys
-        from types import SimpleNamespace
-        from shaketable.launch import process
-
-        def fail():
-            raise ValueError("a disk that is no disk")
-
-        process._flush_before_exit(SimpleNamespace(flush=fail))
-        if os.fork() == 0:
-            try:
-                os._exit(7)
-            finally:
-                print("the child runs on", flush=True)
-        status = os.wait()[1]
-        print("child ended with", os.waitstatus_to_exitcode(status), flush=True)
-        sys.stdout.flush()
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-    assert "the child runs on" not in done.stdout and "child ended with 7" in done.stdout
-    assert "a disk that is no disk" in done.stderr

@@ -33,7 +33,6 @@ def test_a_model_in_which_nothing_matches_is_named_at_its_first_call(tmp_path):
             "gain:0.1@module.linear;gain:0.1@module.second",
             r"gain:0.1@module.second was on in \d passes and never fired",
         ),
-        slow("plain", "gain:0.1@module.linear;gain:0.1@op.softmax", r"gain:0.1@op.softmax was on in \d passes and never fired"),
         slow("compiled", "saturation:2@module.linear", r"saturation:2@module.linear fired \d times and changed no value"),
     ],
 )
@@ -51,11 +50,9 @@ def test_a_clause_that_does_nothing_is_told_after_the_first_passes(tmp_path, kin
     [
         ("gain:0.1@module.linear", "functional", 0),
         slow("gain:0.1@module.rmsnorm;gain:0.1@module.linear;gain:0.1@module.embedding", "two models", 0),
-        slow("gain:0.1@op.matmul,direction=backward", "frozen", 0),
         slow("gain:0.1@module.linear,phase=train", "evaluation", 3),
         slow("gain:0.1@op.matmul,direction=backward", "evaluation", 3),
         ("gain:0@module.linear", "plain", 3),
-        slow("bit_flip:1e-7@module.linear", "plain", 3),
     ],
 )
 def test_nothing_is_said_of_what_acts_or_may_still_act(tmp_path, plan, kind, code):

@@ -88,22 +88,6 @@ def test_lines_are_of_processes_without_the_plan_of_idle_ones_of_late_modules_an
     assert left(process(1, site(PLAN, 2))).warnings == [f"{PLAN} fired 2 times and changed no value"]
 
 
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        ({"phases": []}, "program 2) imported torch but injected nothing (it called no model)"),
-        ({"phases": [], "unmatched_models": [["Net", "eval"]]}, "program 2) imported torch but injected nothing"),
-        ({"phases": ["eval"], "unmatched": ["first", "second"]}, "program 2) imported torch but injected nothing (first)"),
-        ({"phases": ..., "unmatched": ["first"]}, "program 2) imported torch but injected nothing (first)"),
-        ({"phases": [], "place": "worker 3"}, "worker 3) imported torch but injected nothing (it called no model)"),
-    ],
-)
-def test_an_idle_process_is_named_with_the_reason_if_there_is_one(left, more, why):
-    assert (
-        f"process 2 ({why}" in left(acts(plan=f"{PLAN},phase=train"), process(2, plan=f"{PLAN},phase=train", **more)).warnings
-    )
-
-
 # ---- processes without the plan
 
 

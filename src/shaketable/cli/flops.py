@@ -32,7 +32,7 @@ def costs(anatomy: Anatomy, tokens: int = 1024) -> dict[str, RoleCost]:
             row = table.setdefault(part.role or "", RoleCost())
             row.count += 1
             row.parameters += _own_parameters(part.module, seen)
-            row.flops += _flops(part, anatomy)
+            row.flops += part_flops(part, anatomy)
     core = table.setdefault("attention core", RoleCost())
     for part in anatomy.parts:
         if part.role == "attention":
@@ -42,11 +42,6 @@ def costs(anatomy: Anatomy, tokens: int = 1024) -> dict[str, RoleCost]:
     if rest:
         table["other"] = RoleCost(0, rest, 0.0)
     return table
-
-
-def part_flops(part: Part, anatomy: Anatomy) -> float:
-    """Operations per token of one module's own weights."""
-    return _flops(part, anatomy)
 
 
 def _own_parameters(module: nn.Module, seen: set[int]) -> int:
@@ -59,7 +54,8 @@ def _own_parameters(module: nn.Module, seen: set[int]) -> int:
     return total
 
 
-def _flops(part: Part, anatomy: Anatomy) -> float:
+def part_flops(part: Part, anatomy: Anatomy) -> float:
+    """Operations per token of one module's own weights."""
     size = sum(p.numel() for name in part.weights if (p := part.holder._parameters[name]) is not None)
     if part.role in ("linear", "lm_head", "router", "lora"):
         return 2.0 * size * _visited(part, anatomy)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shaketable.cli.outputs import OutputFiles
+from shaketable.cli.outputs import OutputFiles, write
 from shaketable.cli.terminal import console, say
 from shaketable.cli.verb import ForceOption, JsonOption
 from shaketable.errors import ShaketableError
-from shaketable.io.output_files import write
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,7 +52,7 @@ def guide(
     """
     from shaketable.aqn.guidance import Guidance, LayerDiagnosis, averaged
 
-    outputs = OutputFiles("guide", str(out), json_file, others=[out], reads=diagnoses, force=force)
+    outputs = OutputFiles(json_file, others=[out], reads=diagnoses, force=force)
     read = [LayerDiagnosis.read(_json(path), str(path)) for path in diagnoses]
     one = averaged({str(path): diagnosis for path, diagnosis in zip(diagnoses, read, strict=True)})
     found = Guidance.of(one, base_sigma=base_sigma, schedule=schedule, target=target)

@@ -51,7 +51,7 @@ def harden(
 
     Example: `shaketable harden nano --task arithmetic --plan 'dead_zone:0.6,scope=token@layer.3' -o hardened`
     """
-    outputs = OutputFiles("harden", model, json_file, html_file, of_run=True, force=force)
+    outputs = OutputFiles(json_file, html_file, force=force)
     if resume is not None:
         RUNS.resume(context, resume, outputs)
         return

@@ -9,40 +9,35 @@ from shaketable.cli.terminal import print_rows
 from shaketable.cli.verb import ForceOption, JsonOption
 
 
-def faults(json_file: JsonOption = None, force: ForceOption = False) -> None:
+def faults() -> None:
     """List the faults that a plan can name."""
     from shaketable.faults import KINDS, MagnitudeFault
 
-    outputs = OutputFiles("faults", "all", json_file, force=force)
     rows = []
     for name, fault in KINDS.items():
-        keys = [key for key in fault.model_fields if key not in ("kind", "magnitude")]
-        has = issubclass(fault, MagnitudeFault)
-        rows.append({"fault": name, "magnitude": has, "parameters": keys, "what": (fault.__doc__ or "").partition("\n")[0]})
-    print_rows((f"{r['fault']}:MAGNITUDE" if r["magnitude"] else str(r["fault"]), str(r["what"])) for r in rows)
+        written = f"{name}:MAGNITUDE" if issubclass(fault, MagnitudeFault) else name
+        rows.append((written, (fault.__doc__ or "").partition("\n")[0]))
+    print_rows(rows)
     typer.echo("\nA plan is FAULT@SITE, e.g. relative_gaussian:0.05@op.matmul; docs/plans.md has one example for each level.")
-    outputs.save(lambda: {"faults": rows})
 
 
-def studies(json_file: JsonOption = None, force: ForceOption = False) -> None:
+def studies() -> None:
     """List the studies that ship: `shaketable study run NAME`."""
     from shaketable.study.file import shipped
 
-    outputs = OutputFiles("studies", "all", json_file, force=force)
     rows = []
     for name, file in shipped().items():
         with file.open(encoding="utf-8") as text:
             rows.append((name, text.readline().lstrip("# ").strip()))
     print_rows(rows)
     typer.echo("\nshaketable study run NAME --dry-run says how long one takes.")
-    outputs.save(lambda: {"studies": [{"study": name, "what": what} for name, what in rows]})
 
 
 def env(json_file: JsonOption = None, force: ForceOption = False) -> None:
     """Show versions, devices and which noise kernels this machine can use."""
     from shaketable.records.environment import gather
 
-    outputs = OutputFiles("env", "here", json_file, force=force)
+    outputs = OutputFiles(json_file, force=force)
     facts = gather()
     outputs.save(lambda: facts)
     width = max(len(k) for k in facts)

@@ -37,7 +37,7 @@ def inspect(
 
     shaketable inspect smollm2-135m --plan mxfp4@module.linear,layers=0-3
     """
-    outputs = OutputFiles("inspect", model, json_file, force=force)
+    outputs = OutputFiles(json_file, force=force)
     resolved = Plan.load(plan) if plan is not None else None
 
     from shaketable.models import load_skeleton

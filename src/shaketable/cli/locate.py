@@ -65,7 +65,7 @@ def locate(
         raise ShaketableError(f"unknown mode {mode!r}; valid: {', '.join(MODES)}")
     if statistics and mode == "host":
         raise ShaketableError("--statistics needs --mode device or all: they are read from calls of the device")
-    outputs = OutputFiles("locate", model, json_file, html_file, reads=[prompts], force=force)
+    outputs = OutputFiles(json_file, html_file, reads=[prompts], force=force)
     planted = None if plan is None else Plan.load(plan)
     texts = None if prompts is None else read_prompts(prompts)
     loaded, tokenizer = load(model, device, dtype, attention, allow_code)

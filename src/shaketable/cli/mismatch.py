@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shaketable.cli.loading import load
-from shaketable.cli.outputs import OutputFiles
+from shaketable.cli.outputs import OutputFiles, write
 from shaketable.cli.terminal import console, progress_bar, say, table_of
 from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption, PlanOutOption
 from shaketable.errors import ShaketableError, nearest
-from shaketable.io.output_files import write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +97,7 @@ def mismatch(
     shaketable mismatch smollm2-135m --engine hf --engine-args '{"dtype": "bfloat16"}' --task arithmetic -n 8
     """
     others = [plan_out, tokens_out]
-    outputs = OutputFiles("mismatch", model, json_file, html_file, others=others, reads=[tokens], force=force)
+    outputs = OutputFiles(json_file, html_file, others=others, reads=[tokens], force=force)
     if logprobs not in MODES:
         raise ShaketableError(f"unknown --logprobs {logprobs!r}; {nearest(logprobs, MODES)}")
     arguments = _arguments(engine_args)

@@ -62,7 +62,6 @@ class RecordedRuns(NamedTuple):
         if given := given_options(context, WITH_RESUME):
             raise ShaketableError(f"--resume takes the configuration from the run: drop {', '.join(given)}")
         record = RunRecord.open(folder, self.verb)
-        outputs.subject = " ".join(record.config.get("models") or [record.config["model"]])
         if record.events("finished"):
             self.show(record, outputs)
             return

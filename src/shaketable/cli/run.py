@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -52,7 +51,7 @@ def run(
         raise typer.Exit(_run_with_keys(command, (seed, ledger, json_file)))
     resolved = Plan.load(plan, seed=seed)
     _refuse_two_plans(command)
-    outputs = OutputFiles("run", shlex.join(command), json_file, force=force)
+    outputs = OutputFiles(json_file, force=force)
     from shaketable.launch.run import default_folder, run_program
 
     result = run_program(resolved, command, ledger or default_folder(), allow_inert=allow_inert)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shaketable.cli.outputs import OutputFiles, write_report
+from shaketable.cli.outputs import OutputFiles, write
 from shaketable.cli.verb import ForceOption, JsonOption, as_verb
 from shaketable.errors import ShaketableError, nearest
 
@@ -66,7 +66,7 @@ def run(
 
     chosen = _workers(workers) | ({"address": address} if address is not None else {})
     asked = load_study(file, [*(replaced or ()), *(f"engine.{key}={value}" for key, value in chosen.items())])
-    outputs = OutputFiles("study", asked.study, json_file, report_file, reads=[file], force=force)
+    outputs = OutputFiles(json_file, report_file, reads=[file], force=force)
     format_of(report_file, None)
     _check_code(asked, file, allow_code)
     if dry_run:
@@ -81,10 +81,10 @@ def run(
     failed = _do(asked, store, again)
     found = _findings(asked, store, again)
     if json_file is not None:
-        write_report(json_file, rendered(found, "json", store / asked.study, json_file), outputs.generator)
+        write(json_file, rendered(found, "json", store / asked.study, json_file))
     if report_file is not None:
         text = rendered(found, format_of(report_file, None), store / asked.study, report_file)
-        write_report(report_file, text, outputs.generator)
+        write(report_file, text)
     from shaketable.cli.study_terminal import show
 
     show(found, outputs.files)
@@ -154,7 +154,7 @@ def status(
     from shaketable.study.store import progress
 
     asked, folder = which_study(what, replaced or [], store)
-    outputs = OutputFiles("study status", asked.study, json_file, reads=[what], force=force)
+    outputs = OutputFiles(json_file, reads=[what], force=force)
     found = progress(asked, folder)
     outputs.save(lambda: found)
     show_status(found)
@@ -171,7 +171,7 @@ def list_studies(
     from shaketable.study.file import shipped
     from shaketable.study.store import listed
 
-    outputs = OutputFiles("study list", str(store), json_file, force=force)
+    outputs = OutputFiles(json_file, force=force)
     found = listed(store) | {"shipped": list(shipped())}
     outputs.save(lambda: found)
     show_list(found, shipped(), runs)
@@ -190,7 +190,7 @@ def verify(
     """
     from shaketable.study.store import verify as verified
 
-    outputs = OutputFiles("study verify", str(store), json_file, force=force)
+    outputs = OutputFiles(json_file, force=force)
     found = verified(store)
     outputs.save(lambda: found)
     for record in found["records"]:
@@ -224,12 +224,12 @@ def report(
     """
     chosen = format_of(out, style)
     found, folder = _reported(what, replaced or [], store)
-    outputs = OutputFiles("study", found.study.name, html_file=out, force=force)
+    OutputFiles(html_file=out, force=force)
     text = rendered(found, chosen, folder, out)
     if out is None:
         typer.echo(text, nl=False)
     else:
-        write_report(out, text, outputs.generator)
+        write(out, text)
         typer.echo(f"wrote {out}", err=True)
 
 

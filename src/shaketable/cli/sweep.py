@@ -56,7 +56,7 @@ def sweep(
     """
     asked = {"models": tuple(models or ()), **fields}
     given = {key: value for key, value in asked.items() if value not in (None, (), [], "auto")}
-    outputs = OutputFiles("sweep", " ".join(models or ()), json_file, html_file, others=[png_file], of_run=True, force=force)
+    outputs = OutputFiles(json_file, html_file, others=[png_file], force=force)
     runs = RecordedRuns("sweep", SweepConfig, _run, lambda record, outputs: _show(record, outputs, png_file))
     if resume is not None:
         runs.resume(context, resume, outputs)

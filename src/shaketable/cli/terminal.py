@@ -26,7 +26,6 @@ class Bar:
         self._bars.update(self._row, **changed)
 
     def layers(self, done: int, total: int, text: str) -> None:
-        """Count the layers of a model."""
         self(completed=done, total=total, description=text)
 
 
@@ -73,7 +72,6 @@ def print_table(out: Console, table: Table) -> None:
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    """Names and what they mean, in two columns."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column()

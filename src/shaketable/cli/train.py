@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.outputs import OutputFiles
+from shaketable.cli.outputs import OutputFiles, check_free
 from shaketable.cli.recorded_runs import RecordedRuns, live
 from shaketable.cli.terminal import console, plain, print_table, say, table_of, warn
 from shaketable.cli.verb import ForceOption, JsonOption, ResumeOption, RunFolderOption, options_of
 from shaketable.errors import ShaketableError
-from shaketable.io.output_files import check_free
 from shaketable.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def train(
     Example: `shaketable train nano --task arithmetic --plan 'relative_gaussian:0.05@op.matmul' --aqn
     'global_decay:0.05-0.0005,stages=10' --steps 60`
     """
-    outputs = OutputFiles("train", model, json_file, of_run=True, force=force)
+    outputs = OutputFiles(json_file, force=force)
     if resume is not None:
         RUNS.resume(context, resume, outputs)
         return

@@ -1,4 +1,4 @@
-"""What every verb shares: two groups of help, `--config`, `--show-config`, completion, and an answer to old spellings.
+"""What every verb shares: two groups of help, `--config` and `--show-config`.
 
     @options_of(SweepConfig, "task", "plan")
     def sweep(models, *, out: OutOption = None, **fields): ...
@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import typer
 import yaml
 
-from shaketable.cli.completion import COMPLETIONS
-from shaketable.cli.outputs import QUESTION, digest
 from shaketable.errors import ShaketableError, nearest
 
 if TYPE_CHECKING:
@@ -63,22 +61,18 @@ ShowConfigOption = Annotated[
 ]
 
 
-def as_verb(
-    command: Command, basic: Collection[str], *, moved: Mapping[str, str] = {}, takes_config: bool = True
-) -> Callable[..., None]:
+def as_verb(command: Command, basic: Collection[str], *, takes_config: bool = True) -> Callable[..., None]:
     """A command with everything that verbs share.
 
     Args:
         command: The verb's function.
         basic: Parameters that help shows first; all others are "Advanced".
-        moved: Old spellings of options, and their new ones or a sentence; {} is the value.
         takes_config: Whether the verb has enough options for a file of them.
     """
     wanted = inspect.signature(command, eval_str=True).parameters
     own = [p for name, p in wanted.items() if name != "context"]
     found = [_keyword("context", typer.Context, inspect.Parameter.empty)]
     found += [_arranged(p, p.name in basic) for p in own]
-    found += [_refusing(old, new) for old, new in moved.items()]
     if takes_config:
         found += [_keyword("config_file", ConfigOption, None), _keyword("show_config", ShowConfigOption, False)]
 
@@ -86,7 +80,6 @@ def as_verb(
         if given.get("show_config"):
             typer.echo(_shown(context), nl=False)
             return
-        QUESTION.set(digest(given))
         with_context = {"context": context} if "context" in wanted else {}
         command(**with_context, **{p.name: given[p.name] for p in own})
 
@@ -170,25 +163,12 @@ def _option_of(
 
 
 def _arranged(parameter: inspect.Parameter, is_basic: bool) -> inspect.Parameter:
-    """The parameter by keyword, in its group of the help, with completion for the words that we know."""
+    """The parameter by keyword, in its group of the help."""
     kind, given = get_args(parameter.annotation)
     info = copy.copy(given)
     if isinstance(info, typer.models.OptionInfo) and not is_basic:
         info.rich_help_panel = ADVANCED
-    if info.autocompletion is None:
-        info.autocompletion = COMPLETIONS.get(parameter.name)
     return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info])
-
-
-def _refusing(old: str, new: str) -> inspect.Parameter:
-    """A hidden option that answers with what to write instead."""
-
-    def refuse(value: str | None) -> None:
-        if value is not None:
-            raise ShaketableError(f"{old} is spelled {new} now" if new.startswith("-") else new.format(value))
-
-    option = typer.Option(old, hidden=True, is_eager=True, callback=refuse)
-    return _keyword(f"old_{old.strip('-').replace('-', '_')}", Annotated[str | None, option], None)
 
 
 def _read_config(context: typer.Context, file: Path | None) -> None:

@@ -61,7 +61,6 @@ def in_units(x: Tensor, draw: Draw, factor: float, unit: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
-    """x·factor."""
     fast = gpu.shift(x, factor, gpu.GAIN)
     return fast if fast is not None else (wide(x) * factor).to(x.dtype)
 
@@ -132,7 +131,6 @@ class _NoiseInUnits(MagnitudeFault):
 
     @staticmethod
     def unit(x: Tensor) -> Tensor:
-        """The unit, as a number on the device."""
         raise NotImplementedError
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:

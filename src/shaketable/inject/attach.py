@@ -79,7 +79,6 @@ class Attached(Hook):
         self.note_hidden()
 
     def note_hidden(self) -> None:
-        """Tell the ledger what attention hides."""
         for site, lines in zip(self.injection.sites, self.hidden, strict=True):
             site.notes += [line for line in lines if line not in site.notes]
 
@@ -221,7 +220,6 @@ class Attached(Hook):
                 self.weights.append((entry.module, own))
 
     def unhook(self) -> None:
-        """Take every hook off again."""
         self.written = None
         if not self.hooks:
             return
@@ -251,14 +249,9 @@ class _FrameHook(Hook):
 
 
 def refuse(model: nn.Module) -> None:
-    """Models in which a hook would never fire."""
+    """Raise for what is no model."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"inject needs a torch.nn.Module, not {type(model).__name__}")
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise PlanError(
-                f"{name or type(model).__name__} is TorchScript, in which hooks do not fire; inject before scripting"
-            )
 
 
 def put_behind(later: Attached, earlier: Attached) -> None:

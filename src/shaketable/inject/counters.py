@@ -111,7 +111,6 @@ class HostTable:
         self._lock = RLock()
 
     def add_tap(self) -> None:
-        """Make room for one more tap."""
         for rows in (self._rows, self._told):
             rows.extend([0.0] * WIDTH for _ in range(2))
 
@@ -130,16 +129,13 @@ class HostTable:
         return due
 
     def count_recomputed(self, tap: Tap) -> None:
-        """Count a fire that activation checkpointing repeats."""
         with self._lock:
             self._rows[2 * tap.index][RECOMPUTED] += 1
 
     def spend(self, tap: Tap, backward: bool, seconds: float) -> None:
-        """Add the time that a fire took."""
         self._rows[2 * tap.index + backward][SECONDS] += seconds
 
     def add(self, tap: Tap, backward: bool, found: Measurement) -> None:
-        """Add what a measured fire found."""
         at = 2 * tap.index + backward
         with self._lock:
             if found.sums.device.type == "cpu":
@@ -197,7 +193,6 @@ class HostTable:
 
 
 def tell(spot: Spot, backward: bool, now: list[float], before: list[float]) -> None:
-    """Add the difference of two readings of a row to a spot of the ledger."""
     new = [a - b for a, b in zip(now, before, strict=True)]
     with spot.lock:
         for phase, n in zip(PHASES, new, strict=False):

@@ -66,7 +66,6 @@ class InertCheck:
     # ---- counting
 
     def end(self, frame: Frame) -> None:
-        """A pass has ended."""
         if not frame.entry.is_root or frame.recomputing or sys.exc_info()[0] is not None:
             return
         current = frame.current

@@ -159,7 +159,6 @@ class Injection:
         self._announce()
 
     def _use(self, plan: Plan) -> None:
-        """Start the record of a plan."""
         self.plan = plan
         self.faults: list[FaultBase] = [c.fault for c in plan.clauses]
         self.ledger: Ledger = LiveLedger.for_plan(plan, native.name())
@@ -343,31 +342,20 @@ class Injection:
 
         Compiled graphs stay as they are, but for 0 everywhere: that is another graph, the clean one.
         """
-        if clause is not None:
-            if clause not in range(len(self.faults)):
-                last = len(self.faults) - 1
-                known = f"clauses 0 to {last}" if last else "clause 0 alone"
-                raise PlanError(f"there is no clause {clause}; this plan has {known}")
-            if not isinstance(self.faults[clause], MagnitudeFault):
-                raise PlanError(f"clause {clause}, {self.faults[clause].text()}, has no magnitude")
-        chosen = [i for i, f in enumerate(self.faults) if clause in (None, i) and isinstance(f, MagnitudeFault)]
+        chosen = {i: f for i, f in enumerate(self.faults) if clause in (None, i) and isinstance(f, MagnitudeFault)}
         if not chosen:
-            raise PlanError(f"no clause of this plan has a magnitude: {self.plan.text()}")
-        changed = {i: self._with_magnitude(self.faults[i], magnitude) for i in chosen}
+            which = "no clause" if clause is None else f"no clause {clause}"
+            raise PlanError(f"{which} with a magnitude in {self.plan.text()}")
+        try:
+            changed = {i: fault.with_magnitude(magnitude) for i, fault in chosen.items()}
+        except ValidationError as error:
+            raise PlanError(f"magnitude {magnitude}: {first_problem(error)}") from None
         if not self._changing:
             self.settle()
         for i, fault in changed.items():
             self.faults[i] = fault
             self.sites[i].asked = fault.asked()
         self.rewrite()
-
-    @staticmethod
-    def _with_magnitude(fault: FaultBase, magnitude: float) -> FaultBase:
-        assert isinstance(fault, MagnitudeFault)
-        try:
-            return fault.with_magnitude(magnitude)
-        except ValidationError as error:
-            raise PlanError(f"{fault.kind}: {first_problem(error)}") from None
 
     @property
     def is_training(self) -> bool:
@@ -378,7 +366,6 @@ class Injection:
     # ---- what hooks and the operator mode ask for
 
     def make_tap(self, clause: int, name: str, point: str, layer: int | None, shown: str | None = None) -> Tap:
-        """A tap with its place in the ledger."""
         spots = self.sites[clause].spots
         label = shown or (name if point == "output" else f"{name}:{point}")
         kind = HeldTap if self.hold and point == "weight" else Tap
@@ -467,12 +454,10 @@ class Injection:
         return self._mode is not None and self._mode.put_on()
 
     def drop_mode(self) -> None:
-        """Take our mode off in this thread."""
         if self._mode is not None:
             self._mode.take_off()
 
     def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module is called."""
         tracing = op.traces[self.handle]
         if entry.is_root and tracing.entries and tracing.entries[0] is entry:
             tracing.entries.clear()  # a compiled pass of several graphs has raised between them, where nobody closes it

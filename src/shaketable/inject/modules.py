@@ -169,13 +169,11 @@ class ModuleTaps(Hook):
         self.multiplies = point == "input" and is_product(entry.module)
 
     def install(self, module: nn.Module) -> list[RemovableHandle]:
-        """Hook the module at this point."""
         if self.point == "input":
             return [module.register_forward_pre_hook(self, with_kwargs=True)]
         return [module.register_forward_hook(self, with_kwargs=True)]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
-        """Forward pre-hook, or forward hook."""
         if torch.compiler.is_compiling():
             if not op.is_present(self.taps[0].handle):
                 return None

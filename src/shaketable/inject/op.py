@@ -320,7 +320,6 @@ its size while dynamo iterates over it ends the compilation."""
 
 
 def register(tap: Tap) -> None:
-    """Give a tap the number under which compiled graphs know it."""
     global _newest
     tap.handle = _newest = next(_handles)
     _taps[tap.handle] = tap
@@ -356,7 +355,6 @@ def _injection_of(handle: str) -> int:
 
 
 def new_graph() -> int:
-    """A number for the graph that is being traced; a constant in it."""
     return next(_graphs)
 
 
@@ -369,7 +367,6 @@ def note(handle: int, text: str) -> None:
 
 
 def trace_forward(x: Tensor, handle: int) -> Tensor:
-    """The faulty tensor."""
     tracing = traces[_injection_of(f"{handle}")]
     packed = tracing.packed(x)
     return torch.ops.shaketable.apply(x, packed, handle, tracing.count(f"{handle}"))  # type: ignore[no-any-return]
@@ -440,7 +437,6 @@ def application(handle: int, packed: Tensor, number: int, backward: bool = False
 
 @torch.library.custom_op("shaketable::apply", mutates_args=(), tags=UNSAFE)
 def _apply_op(x: Tensor, packed: Tensor, tap: int, number: int) -> Tensor:
-    """The faulty tensor."""
     what = application(tap, packed, number)
     return x.clone() if what is None else _laid_out_like(x, apply(x, what))
 
@@ -479,7 +475,6 @@ _apply_op.register_autograd(_backward, setup_context=_setup)
 
 @torch.library.custom_op("shaketable::gradient", mutates_args=(), tags=UNSAFE)
 def _gradient(g: Tensor, packed: Tensor, tap: int, argument: int, number: int) -> Tensor:
-    """A gradient as the tap leaves it."""
     what = application(tap, packed, number, True, argument)
     return g.clone() if what is None else _laid_out_like(g, apply(g, what))
 

@@ -71,7 +71,6 @@ class OperatorTaps:
                         self._taps.setdefault((owner, layer, family, excluded), []).append(tap)
 
     def tapped(self, family: str, owner: int, layer: int | None, excluded: str | None) -> list[Tap]:
-        """Taps for an operator of this family at this place."""
         return self._taps.get((owner, layer, family, excluded), [])
 
 
@@ -457,7 +456,6 @@ class Operators(TorchFunctionMode):
         return True
 
     def take_off(self) -> None:
-        """Take our mode off in this thread, wherever in the stack it is."""
         _take_off(lambda mode: mode is self)
 
     def __torch_function__(

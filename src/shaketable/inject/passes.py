@@ -186,7 +186,6 @@ class Calls:
         return mix64(mix64(mix64(self.step) ^ (who << 8 | PHASES.index(phase))) + n)
 
     def push(self, frame: Frame) -> None:
-        """Make `frame` the innermost one."""
         if not self.stack:
             frame.caller = _caller()
         self.stack.append(frame)

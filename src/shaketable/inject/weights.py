@@ -237,7 +237,6 @@ class Rollouts:
         self._lock = Lock()
 
     def begin_step(self) -> None:
-        """Count the rollouts of the next step from zero."""
         with self._lock:
             self._numbers.clear()
 

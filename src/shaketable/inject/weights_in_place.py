@@ -98,7 +98,6 @@ class Written:
             weight.write()
 
     def faulty(self) -> list[_Weight]:
-        """The weights that hold a fault now."""
         return [weight for weight in self._weights if weight.clean is not None]
 
     @torch.no_grad()

@@ -58,8 +58,8 @@ class ProcessRecord:
     """Why an engine could not do what the plan says."""
     unmatched_models: Sequence[Sequence[str]] = ()
     """Class and phase of each model in which nothing matched."""
-    phases: list[str] | None = None
-    """Phases of its passes; None in old files, which say too little to be judged."""
+    phases: list[str] = field(default_factory=list)
+    """Phases of its passes."""
     trained: bool = False
     distributed: Sequence[int] | None = None
     """Rank and number of ranks of its process group."""
@@ -75,7 +75,6 @@ class ProcessRecord:
 
     @property
     def fires(self) -> int:
-        """Forward and backward."""
         return self.ledger.forward + self.ledger.backward
 
     @property
@@ -85,14 +84,13 @@ class ProcessRecord:
         return f"{self.place}{again}" if self.place else self.command
 
     def to_dict(self) -> dict[str, Any]:
-        """Its row in the merged ledger."""
         shown = ("pid", "parent", "rank", "place", "actor", "forked", "command", "models", "life")
         row = {key: getattr(self, key) for key in shown}
         return row | {"forward": self.ledger.forward, "backward": self.ledger.backward}
 
     def why_idle(self) -> str:
-        """Why nothing was injected into it; empty where an old file does not tell."""
-        is_at_rest = self.phases is not None and not (self.phases or self.unmatched_models)
+        """Why nothing was injected into it; empty where that is not known."""
+        is_at_rest = not (self.phases or self.unmatched_models)
         return "it called no model" if is_at_rest else "; ".join(self.unmatched[:1])
 
     def did_something(self) -> bool:
@@ -102,7 +100,6 @@ class ProcessRecord:
 
     @cached_property
     def clauses(self) -> tuple[Clause, ...]:
-        """Those of its plan."""
         return Plan.parse(self.ledger.plan).clauses
 
 
@@ -134,8 +131,6 @@ def without_plan(processes: Sequence[ProcessRecord]) -> dict[int, str]:
 
 def _why_wrong(process: ProcessRecord, others: Sequence[ProcessRecord]) -> str | None:
     """Why the plan should have acted in a process; None where it need not have."""
-    if process.phases is None:
-        return None
     phases = {*process.phases, *(phase for _, phase in process.unmatched_models)}
     if not phases:
         is_missed = process.distributed and not process.engine and any(other.distributed for other in others)
@@ -173,7 +168,6 @@ class RunResult:
 
     @property
     def refused(self) -> list[str]:
-        """Why engines of the program could not do what the plan says."""
         return list(dict.fromkeys(p.refused for p in self.processes if p.refused))
 
     @cached_property
@@ -190,7 +184,6 @@ class RunResult:
         return self.program_exit if self.program_exit >= 0 else 128 - self.program_exit
 
     def to_dict(self) -> dict[str, Any]:
-        """The merged ledger, with the command and its processes."""
         body = {"schema": None} if self.ledger is None else self.ledger.to_dict()
         extra = {"command": self.command, "program_exit": self.program_exit, "exit": self.exit_code}
         workers = [process.to_dict() for process in self.processes]
@@ -209,7 +202,6 @@ def run_program(plan: Plan, command: list[str], folder: Path, *, allow_inert: bo
 
 
 def default_folder() -> Path:
-    """A folder for the ledgers of a program that was given none."""
     return Path("ledgers") / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 

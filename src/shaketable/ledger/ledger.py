@@ -49,12 +49,10 @@ class Measured:
     """Sum of their squares."""
 
     def add(self, other: Measured) -> None:
-        """Add another spot's sums."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def take(self, numbers: list[float]) -> None:
-        """Add numbers in the order of the fields."""
         for name, number in zip(_SUMS, numbers, strict=True):
             before = getattr(self, name)
             setattr(self, name, before + (round(number) if isinstance(before, int) else number))
@@ -69,7 +67,6 @@ class Measured:
 
     @property
     def error(self) -> float | None:
-        """Relative RMS error."""
         return math.sqrt(self.square / self.fires) if self.fires else None
 
 
@@ -96,7 +93,6 @@ class Spot:
         return sum(c[backward] for c in self.counts.values())
 
     def add(self, other: Spot) -> None:
-        """Add the same spot of another process."""
         for phase, (forward, backward) in other.counts.items():
             mine = self.counts.setdefault(phase, [0, 0])
             mine[0] += forward
@@ -107,12 +103,10 @@ class Spot:
         self.backward.add(other.backward)
 
     def copy(self) -> Spot:
-        """The same counts and sums, with a lock of its own."""
         counts = {phase: list(both) for phase, both in self.counts.items()}
         return Spot(self.name, self.layer, counts, self.recomputed, self.seconds, replace(self.forward), replace(self.backward))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         sums = {k: dict(vars(v)) for k, v in (("forward", self.forward), ("backward", self.backward)) if v.fires}
         return {
             "layer": self.layer,
@@ -124,7 +118,6 @@ class Spot:
 
     @classmethod
     def from_dict(cls, name: str, data: dict[str, Any]) -> Spot:
-        """The inverse of `to_dict`."""
         spot = cls(name, data["layer"], data["counts"], data["recomputed"], data["seconds"])
         for direction, sums in data["measured"].items():
             setattr(spot, direction, Measured(**sums))
@@ -159,12 +152,10 @@ class SiteLedger:
 
     @property
     def forward(self) -> int:
-        """Fires forward."""
         return sum(s.fires(False) for s in self.spots.values())
 
     @property
     def backward(self) -> int:
-        """Fires backward."""
         return sum(s.fires(True) for s in self.spots.values())
 
     def measured(self, direction: str | None = None) -> Measured:
@@ -218,7 +209,6 @@ class SiteLedger:
         return table
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: results for people, sums per spot for merging."""
         both, forward, backward = self.measured(), self.measured("forward"), self.measured("backward")
         return {
             "site": self.site,
@@ -245,7 +235,6 @@ class SiteLedger:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SiteLedger:
-        """The inverse of `to_dict`."""
         spots = {name: Spot.from_dict(name, s) for name, s in data["spots"].items()}
         notes = list(data.get("notes", []))
         return cls(data["site"], data["fault"], data["asked"], spots, data["static"], data["fused"], notes)
@@ -286,7 +275,6 @@ class Ledger:
 
     @classmethod
     def for_plan(cls, plan: Plan, kernel: str) -> Ledger:
-        """An empty ledger."""
         sites = [SiteLedger(c.site.text(), c.fault.text(), c.fault.asked(), static=c.site.level != "op") for c in plan.clauses]
         return cls(plan.text(), plan.seed, sites, kernel)
 

@@ -100,7 +100,6 @@ class RunRecord:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration that the run began with."""
         return dict(self.head["config"])
 
     # ---- writing
@@ -246,7 +245,6 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def put_in_place(path: Path, text: str) -> None:
-    """Put a file in its place atomically."""
     with replacing(path, lasting=True) as draft:
         draft.write_text(text, encoding="utf-8")
 
@@ -359,7 +357,6 @@ def last_lines(file: BinaryIO, size: int, window: int = 1 << 16) -> list[bytes]:
 
 
 def linked(body: bytes, sha: str) -> bytes:
-    """A line that carries its sha."""
     return body[:-1] + f', "sha": "{sha}"}}\n'.encode()
 
 

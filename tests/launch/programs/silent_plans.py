@@ -40,38 +40,8 @@ elif kind == "two models":  # the plan is for the second
     for model in (nn.Sequential(nn.Embedding(8, 16)), nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16))):
         for _ in range(4):
             model(torch.arange(8) if isinstance(model[0], nn.Embedding) else x)
-elif kind == "frozen":  # gradients never reach the first layer
-    model = nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        say(f"step {step}")
 elif kind == "compiled":
     model = torch.compile(nn.Sequential(nn.Linear(16, 16)), backend="aot_eager")
-    for step in range(3):
-        model(x)
-        say(f"pass {step}")
-elif kind == "attention":  # sdpa, in which nobody can hit a softmax
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **small))
-    for step in range(3):
-        model(torch.arange(8)[None])
-        say(f"pass {step}")
-elif kind == "head":  # a loss that multiplies by the weight of the head, and never calls it
-
-    class Headless(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.lm_head = nn.Linear(16, 16), nn.Linear(16, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.body(x) @ self.lm_head.weight.T
-
-    model = Headless()
     for step in range(3):
         model(x)
         say(f"pass {step}")

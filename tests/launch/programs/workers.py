@@ -34,11 +34,6 @@ if __name__ == "__main__":
     kind = sys.argv[1]
     if kind == "loader":
         assert len(list(DataLoader(Embedded(), batch_size=1, num_workers=2))) == 6
-    elif kind == "forked-late":
-        work(3)
-        child = multiprocessing.get_context("fork").Process(target=work, args=(4,))
-        child.start()
-        child.join()
     elif kind == "threads":
         threads = [threading.Thread(target=work, args=(3,)) for _ in range(4)]
         [t.start() for t in threads]

@@ -98,7 +98,6 @@ def _build(cxx: str, path: Path) -> bool:
 
 
 def normals(n: int, key: int) -> Tensor:
-    """`n` standard normals, float32, on the CPU."""
     import torch
 
     out = torch.empty(n)
