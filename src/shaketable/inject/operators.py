@@ -8,13 +8,11 @@ The taps of an operator follow from its family, from the model and the layer tha
 with: heads, routers and adapters are left out unless the plan includes them (`ExcludedWeights`).
 
 An RMSNorm or GELU written out in Python is no operator to torch: its module is taken as one (`OperatorModule`). Fused attention
-hides two products and a softmax: where the math backend alone is enabled they are computed one by one
-(`attention_in_the_open`); elsewhere the ledger counts the call as fused, and a line says so (`hidden_by_attention`).
+hides two products and a softmax: the ledger counts the call as fused, and a line says so (`hidden_by_attention`).
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import types
@@ -86,10 +84,6 @@ class Here:
         excluded = frame.excluded or self.taps.weights.owner(tensors)
         return self.taps.tapped(family, frame.entry.owner, frame.layer, excluded)
 
-    def reaches(self, family: str, tensors: list[Any]) -> bool:
-        """Whether an operator of this family would be met here and now."""
-        return any(self.frame.current.acts_on(tap) for tap in self.at(family, tensors))
-
     def number(self, family: str) -> int:
         """How many operators of this family there were before in this layer and pass."""
         return self.frame.count((self.frame.layer, family))
@@ -134,10 +128,6 @@ class Traced:
     def _is_by_hand(self) -> bool:
         """Whether this is inside of a hand-written autograd function: a product of the model itself is then its head's."""
         return self.trace.with_gradients and not torch.is_grad_enabled()
-
-    def reaches(self, family: str, tensors: list[Any]) -> bool:
-        """Whether an operator of this family is hit here."""
-        return len(self.at(family, tensors)) > 0
 
     def number(self, family: str) -> int:
         """How many operators of this family there were before in this layer and pass."""
@@ -260,43 +250,6 @@ def families(names: tuple[str, ...]) -> tuple[str, ...]:
 # ---- attention
 
 
-def only_math() -> bool:
-    """Whether attention is set to be computed product by product."""
-    cuda = torch.backends.cuda
-    fused = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
-    return cuda.math_sdp_enabled() and not fused
-
-
-only_math._dynamo_marked_constant = True  # type: ignore[attr-defined]
-"""A graph keeps what was so when it was traced."""
-
-
-def attention_in_the_open(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Scaled dot-product attention as the math backend defines it, one covered operator after the other."""
-    root = math.sqrt(scale if scale is not None else 1.0 / math.sqrt(query.shape[-1]))
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = torch.matmul(query * root, (key * root).transpose(-2, -1))
-    if is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
-    if attn_mask is not None:
-        masked = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
-    weights = F.softmax(scores, dim=-1).masked_fill(scores.eq(-math.inf).all(-1, keepdim=True), 0.0)
-    return torch.matmul(F.dropout(weights, dropout_p) if dropout_p else weights, value)
-
-
 OPEN = ("eager", "eager_paged")
 """Implementations of transformers that call one operator after the other."""
 _HIDDEN = {"matmul": "two matrix products (op.matmul)", "softmax": "softmax (op.softmax)"}
@@ -312,7 +265,7 @@ def hidden_by_attention(model: nn.Module, site: Site) -> list[str]:
     for module in model.modules():
         if "attention" in type(module).__name__.lower():
             name = "" if is_engine_module(module) else getattr(getattr(module, "config", None), "_attn_implementation", None)
-            if name is not None and name not in OPEN and not (name == "sdpa" and only_math()):
+            if name is not None and name not in OPEN:
                 names.add(name)
     kernel = "attention is one kernel ({}), inside of which its {} cannot be hit; {}"
     advice = "load the model with attn_implementation=eager", "op.sdpa hits what it returns"
@@ -508,11 +461,7 @@ class Operators(TorchFunctionMode):
         family, name = operator
         tensors = [*args, *kwargs.values()]
         taps = where.at(family, tensors)
-        if family == "sdpa" and (where.reaches("matmul", tensors) or where.reaches("softmax", tensors)):
-            if only_math():
-                with self:
-                    result = attention_in_the_open(*args, **kwargs)
-                return _change_result(where, taps, result)
+        if family == "sdpa":
             where.note_fused(tensors)
         if not taps:
             return func(*args, **kwargs)

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from shaketable.errors import ShaketableError
 from shaketable.io.locks import is_taken, locked
@@ -143,8 +143,7 @@ class RunRecord:
         _cut_torn_line(path)
         size = path.stat().st_size
         if size and self._end[0] != size:
-            with path.open("rb") as file:
-                body, sha = parted(last_lines(file, size)[-1])
+            body, sha = parted(path.read_bytes()[:-1].rpartition(b"\n")[2] + b"\n")
             if not sha:
                 self.events()  # it says which line has no link
             self._end = (size, sha, (object_of(body) or {}).get("event") == "finished")
@@ -344,16 +343,6 @@ def parted(line: bytes) -> tuple[bytes, str]:
     """A line's body and the sha that it carries; "" where it carries none."""
     found = _LINK.fullmatch(line[-_LINK_BYTES:])
     return (line[:-_LINK_BYTES] + b"}", found[1].decode()) if found else (line.removesuffix(b"\n"), "")
-
-
-def last_lines(file: BinaryIO, size: int, window: int = 1 << 16) -> list[bytes]:
-    """The whole lines in the last `window` bytes of a file, or in more where those hold none; without a torn one."""
-    start = max(0, size - window)
-    file.seek(start)
-    whole = file.read(size - start).split(b"\n")[:-1]
-    if start and len(whole) < 2:
-        return last_lines(file, size, 4 * window)
-    return [line + b"\n" for line in (whole[1:] if start else whole)]
 
 
 def linked(body: bytes, sha: str) -> bytes:

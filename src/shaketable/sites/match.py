@@ -58,17 +58,8 @@ def _asked(site: Site) -> Layers | None:
     return site.layers
 
 
-def is_wanted(part: Part, site: Site, anatomy: Anatomy) -> bool:
-    """Whether include= and the default exclusions let this part in."""
-    reason = anatomy.excluded(part)
-    return reason is None or reason in site.include
-
-
 def _layer_parts(site: Site, anatomy: Anatomy) -> list[Part]:
-    every = range(len(anatomy.layers))
-    chosen = every if site.names == ("all",) else parse_layers("+".join(site.names))
-    if not chosen:
-        raise NoMatchError(f"{site.text()}: {type(anatomy.model).__name__} has no decoder layers")
+    chosen = _asked(site) or range(len(anatomy.layers))
     by_id = {id(p.module): p for p in anatomy.parts}
     found = []
     for index in chosen:
@@ -82,8 +73,8 @@ def _module_parts(site: Site, anatomy: Anatomy) -> list[Part]:
     found: dict[int, Part] = {}
     for name in site.names:
         wanted = [p for p in anatomy.parts if _matches(p, name, site)]
-        # what is left out by default can be named: `module.lm_head`
-        hits = [p for p in wanted if is_wanted(p, site, anatomy) or p.role == name]
+        # what is left out by default can be included, or named: `module.lm_head`
+        hits = [p for p in wanted if anatomy.excluded(p) in (None, name, *site.include)]
         if not hits:
             raise NoMatchError(_nothing(site, name, anatomy, wanted))
         found.update((id(p), p) for p in hits)
