@@ -13,13 +13,14 @@ from shaketable.errors import ShaketableError
 class Loader(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
             seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def read_yaml(path: Path, what: str, error: type[ShaketableError] = ShaketableError) -> Any:
