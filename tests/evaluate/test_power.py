@@ -6,10 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from scipy import stats
 
-from shaketable.errors import ShaketableError
 from shaketable.evaluate.statistics import (
     detectable,
-    expected_discordance,
     mcnemar,
     mcnemar_detectable,
     over_seeds,
@@ -89,30 +87,8 @@ def test_arms_that_agreed_on_all_problems_could_still_differ():
     assert sign_flip_detectable(np.zeros(200)) == found
 
 
-@given(rate=some.floats(0.05, 0.95), correlation=some.floats(0, 1))
-def test_expected_discordance_is_that_of_correlated_binary_scores(rate, correlation):
-    """P(1, 1) = p² + ρ·p(1−p); the rest of both margins is disagreement."""
-    both = rate**2 + correlation * rate * (1 - rate)
-    assert expected_discordance(rate, correlation) == pytest.approx(2 * (rate - both), abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"problems": 0}, "a problem and a seed"),
-        ({"problems": 10, "seeds": 0}, "a problem and a seed"),
-        ({"problems": 10, "discordance": 1.2}, "share must be between 0 and 1"),
-        ({"problems": 10, "power": 0.01}, "power must be between"),
-        ({"problems": 10, "seeds": 3, "discordance": 0.0}, "any difference is seen"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(wrong, message):
-    with pytest.raises(ShaketableError, match=message):
-        detectable(**wrong)
-
-
-@pytest.mark.parametrize("level", [0.9, 0.95, 0.99])
+@pytest.mark.parametrize("level", [0.9, 0.99])
 def test_a_paired_comparison_says_what_it_could_have_seen_at_its_own_level(level):
     a, b = pairs(80, 0.3, 0.1, np.random.default_rng(2))
     expected = mcnemar_detectable(80, float(np.mean(a != b)), level=level)
-    assert paired(a, b, level=level).detectable == expected != mcnemar_detectable(80, float(np.mean(a != b)), level=0.8)
+    assert paired(a, b, level=level).detectable == expected != mcnemar_detectable(80, float(np.mean(a != b)))

@@ -23,10 +23,10 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shaketable.aqn.schedules import NAMED, checked
-from shaketable.errors import ShaketableError, nearest
+from shaketable.aqn.schedules import NAMED
+from shaketable.errors import ShaketableError, first_problem, nearest
 
 if TYPE_CHECKING:
     from shaketable.aqn.spec import AQN
@@ -137,12 +137,19 @@ class LayerDiagnosis(BaseModel):
     def read(cls, data: object, name: str = "the diagnosis") -> LayerDiagnosis:
         """From what the JSON of `shaketable locate`, or of the origin's scans, holds. `name` is how an error calls it."""
         if isinstance(data, Mapping) and "kind" not in data and any(scan in data for scan in SCANS):
-            return _of_scans(data, name)
+            return cls._checked(_of_scans(data, name), name)
         if not isinstance(data, Mapping) or data.get("kind") != "diagnosis":
             raise ShaketableError(f"{name}: expected what `shaketable locate --json FILE` writes")
         if data.get("schema") != SCHEMA:
             raise ShaketableError(f"{name} has schema {data.get('schema')!r}; this version reads schema {SCHEMA}")
-        return checked(cls, data, name)
+        return cls._checked(data, name)
+
+    @classmethod
+    def _checked(cls, data: Mapping[Any, Any], name: str) -> LayerDiagnosis:
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ShaketableError(f"{name}: {first_problem(error)}") from None
 
     @property
     def located(self) -> dict[int, str | None]:
@@ -167,21 +174,15 @@ class LayerDiagnosis(BaseModel):
         return [known[field] for known in self.statistics.values()]
 
 
-def _of_scans(data: Mapping[Any, Any], name: str) -> LayerDiagnosis:
-    """The origin's scans as a diagnosis."""
-    if missing := [scan for scan in SCANS if scan not in data]:
-        lacking = " and no ".join(missing)
-        raise ShaketableError(f"{name} has no {lacking}; scans are {', '.join(SCANS)}, each of layers to numbers")
-    columns = {scan: _by_layer(data[scan], f"{scan} of {name}") for scan in SCANS}
-    count = data.get("num_layers", max(max(column) for column in columns.values()) + 1)
-    if not isinstance(count, int) or not 1 <= count < 10**6:
-        raise ShaketableError(f"{name}: num_layers is {count!r}; write the number of decoder layers, or leave it out")
+def _of_scans(data: Mapping[Any, Any], name: str) -> dict[str, Any]:
+    """The origin's scans as the data of a diagnosis."""
+    columns = {scan: _by_layer(data.get(scan), f"{scan} of {name}") for scan in SCANS}
+    count = data.get("num_layers", len(columns["gain"]))
     for scan, column in columns.items():
-        if odd := set(column) ^ set(range(count)):
-            what = f"{scan} and the {count} layers differ at layer {min(odd)}"
-            raise ShaketableError(f"{name}: {what}; every scan needs each layer once")
+        if set(column) != set(range(count if isinstance(count, int) else 0)):
+            raise ShaketableError(f"{name}: {scan} does not have each of the {count} layers once")
     layer = data.get("detected_layer")
-    read = {
+    return {
         "num_layers": count,
         "probes": [{"layer": i, "statistics": {scan: columns[scan][i] for scan in SCANS}} for i in range(count)],
         "model": str(data.get("model", data.get("model_path", "a model that its scans do not name"))),
@@ -191,22 +192,15 @@ def _of_scans(data: Mapping[Any, Any], name: str) -> LayerDiagnosis:
         "layer": layer,
         "fault_class": None if layer is None else data.get("fault_type", "not classified"),
     }
-    return checked(LayerDiagnosis, read, name)
 
 
-def _by_layer(column: object, name: str) -> dict[int, float | None]:
+def _by_layer(column: object, name: str) -> dict[int, Any]:
     """Layers to numbers, from a mapping (whose keys JSON makes text) or a list."""
-    pairs = enumerate(column) if isinstance(column, list) else column.items() if isinstance(column, Mapping) else ()
-    found: dict[int, float | None] = {}
-    for key, value in pairs:
-        is_layer = str(key).isdecimal() and len(str(key)) < 7
-        is_value = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-        if not is_layer or not is_value or int(key) in found:
-            raise ShaketableError(f"{name}: {key!r}: {value!r} is not a layer with its number, each once")
-        found[int(key)] = None if value is None else float(value)
-    if not found:
+    if isinstance(column, list):
+        return dict(enumerate(column))
+    if not isinstance(column, Mapping) or not all(str(layer).isdecimal() for layer in column):
         raise ShaketableError(f"{name} must hold a mapping of layers to numbers, such as {{'0': 1.02}}")
-    return found
+    return {int(layer): value for layer, value in column.items()}
 
 
 def averaged(diagnoses: Mapping[str, LayerDiagnosis]) -> LayerDiagnosis:
@@ -216,17 +210,12 @@ def averaged(diagnoses: Mapping[str, LayerDiagnosis]) -> LayerDiagnosis:
     """
     (first_name, first), *_ = diagnoses.items()
     for name, other in diagnoses.items():
-        for key in ("model", "num_layers"):
-            mine, theirs = getattr(first, key), getattr(other, key)
-            if mine != theirs:
-                found = f"{key} {theirs!r} in {name} and {mine!r} in {first_name}"
-                raise ShaketableError(f"diagnoses of different models are not averaged: {found}")
-        if {i: set(row) for i, row in other.statistics.items()} != {i: set(row) for i, row in first.statistics.items()}:
-            raise ShaketableError(f"{name} has other statistics than {first_name}; make all diagnoses with one version")
+        if (other.model, other.num_layers) != (first.model, first.num_layers):
+            raise ShaketableError(f"{name} and {first_name} are diagnoses of different models, which are not averaged")
     every = list(diagnoses.values())
     probes = tuple(
-        _Place(layer=i, statistics={field: _mean([d.statistics[i][field] for d in every]) for field in row})
-        for i, row in first.statistics.items()
+        _Place(layer=i, statistics={scan: _mean([d.statistic(scan)[i] for d in every]) for scan in SCANS})
+        for i in range(first.num_layers)
     )
     agree = len({(d.verdict, d.layer, d.fault_class) for d in every}) == 1
     verdict = {} if agree else {"verdict": "INCONCLUSIVE", "layer": None, "fault_class": None}

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shaketable.aqn.spec import AQN, Group
-from shaketable.errors import ShaketableError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -58,7 +57,7 @@ class SigmaTable:
         return Lines(Text(self.title), table)
 
 
-def sigmas(aqn: AQN, total_steps: int, model: nn.Module | int | None = None) -> SigmaTable:
+def sigmas(aqn: AQN, total_steps: int, model: nn.Module | int) -> SigmaTable:
     """σ of every step of a run.
 
     Args:
@@ -66,22 +65,14 @@ def sigmas(aqn: AQN, total_steps: int, model: nn.Module | int | None = None) -> 
         total_steps: Steps of the run.
         model: The model, or the number of its decoder layers, to name the layers of each group.
     """
-    if total_steps < 1:
-        raise ShaketableError(f"a run has at least one step, not {total_steps}")
-    groups = aqn.groups(_count(model))
+    from shaketable.sites.structure import find_layers
+
+    groups = aqn.groups(model if isinstance(model, int) else len(find_layers(model)[0]))
     values = tuple(tuple(aqn.sigma(group, step, total_steps) for step in range(total_steps)) for group in groups)
     return SigmaTable(f"{aqn.text()} over {total_steps} steps", tuple(groups), values)
 
 
-def _count(model: nn.Module | int | None) -> int | None:
-    if model is None or isinstance(model, int):
-        return model
-    from shaketable.sites.structure import find_layers
-
-    return len(find_layers(model)[0])
-
-
-def plot(aqn: AQN, total_steps: int, path: str | Path, model: nn.Module | int | None = None) -> None:
+def plot(aqn: AQN, total_steps: int, path: str | Path, model: nn.Module | int) -> None:
     """Draw σ over the steps into a PNG, one line per group of layers."""
     from matplotlib.figure import Figure
 

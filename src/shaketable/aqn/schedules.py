@@ -10,53 +10,25 @@ With T steps in all:
     constant       σ.
 
 Step T and those after it have the σ that the schedule ends with. Steps are counted in integers (step·K against T), so that no
-stage begins a step early or late by rounding. A schedule is asked with the real step and the real total, epoch_aware has no
-silent stage, and `check` refuses a run in which no step has noise.
+stage begins a step early or late by rounding. `check` refuses a run in which no step has noise.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from shaketable.errors import ShaketableError, first_problem, nearest
-
-T = TypeVar("T", bound=BaseModel)
-Sigma = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+from shaketable.errors import ShaketableError
 
 
-class Described(BaseModel):
-    """Frozen, checked data whose first fields can be given without their names; errors are one line."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    def __init__(self, *values: Any, **fields: Any) -> None:
-        names = [name for name in type(self).model_fields if name != "kind"]
-        if len(values) > len(names):
-            raise TypeError(f"{type(self).__name__} takes at most {len(names)} values, not {len(values)}")
-        if unknown := next((name for name in fields if name not in type(self).model_fields), None):
-            raise ShaketableError(f"{type(self).__name__} has no {unknown!r}; {nearest(unknown, names, shown=12)}")
-        try:
-            super().__init__(**dict(zip(names, values, strict=False)), **fields)
-        except ValidationError as error:
-            raise ShaketableError(f"{type(self).__name__}: {first_problem(error)}") from None
-
-
-def checked(model: type[T], data: object, name: str) -> T:
-    """Validated data, or one line that says where it is wrong."""
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise ShaketableError(f"{name}: {first_problem(error)}") from None
-
-
-class ScheduleBase(Described):
+@dataclass(frozen=True)
+class Schedule:
     """What every schedule can say."""
 
-    kind: str
+    kind: ClassVar[str]
     steady: ClassVar[bool] = False
     """Whether σ is the same at every step."""
 
@@ -76,28 +48,56 @@ class ScheduleBase(Described):
     def check(self, total_steps: int) -> None:
         """Raise when no step of a run has noise."""
         if not any(self.sigma(step, total_steps) > 0 for step in range(total_steps)):
-            raise ShaketableError(f"{self.text()}: σ is 0 at each of {total_steps} steps; {self._why_silent()}")
-
-    def _why_silent(self) -> str:
-        return "give a σ above 0"
+            raise ShaketableError(f"{self.text()}: σ is 0 at each of {total_steps} steps")
 
     def text(self) -> str:
         """The schedule as `AQN.load` reads it."""
         raise NotImplementedError
 
 
-class _Decay(ScheduleBase):
-    """One decay over the whole run."""
+@dataclass(frozen=True)
+class GlobalDecay(Schedule):
+    """QeRL's stages over the whole run; the first is silent."""
 
-    start: Sigma
-    """σ of the first step, or of the first stage that has noise."""
+    kind: ClassVar[str] = "global_decay"
+    start: float
+    """σ of the first stage that has noise."""
     end: float
-    """σ after the last step, or of the last stage."""
+    """σ of the last stage."""
+    stages: int = 10
+    """All stages, the silent one among them."""
 
-    @model_validator(mode="after")
-    def _falls(self) -> Self:
+    def __post_init__(self) -> None:
         _check_falls(self.start, self.end)
-        return self
+        if self.stages < 3:
+            raise ShaketableError(f"global_decay needs 3 stages or more, not {self.stages}")
+
+    def _at(self, step: int, total: int) -> float:
+        stage = min(step * self.stages // total, self.stages - 1)
+        return _between(self.start, self.end, (stage - 1) / (self.stages - 2)) if stage else 0.0
+
+    def peak(self) -> float:
+        return self.start
+
+    def text(self) -> str:
+        return f"{self.kind}:{number(self.start)}-{number(self.end)},stages={self.stages}"
+
+
+@dataclass(frozen=True)
+class LinearDecay(Schedule):
+    """A straight line from start to end over the whole run."""
+
+    kind: ClassVar[str] = "linear_decay"
+    start: float
+    """σ of the first step."""
+    end: float
+    """σ after the last step; may be 0."""
+
+    def __post_init__(self) -> None:
+        _check_falls(self.start, self.end, to_zero=True)
+
+    def _at(self, step: int, total: int) -> float:
+        return self.end if step == total else self.start + (self.end - self.start) * (step / total)
 
     def peak(self) -> float:
         return self.start
@@ -106,70 +106,33 @@ class _Decay(ScheduleBase):
         return f"{self.kind}:{number(self.start)}-{number(self.end)}"
 
 
-class GlobalDecay(_Decay):
-    """QeRL's stages over the whole run; the first is silent."""
-
-    kind: Literal["global_decay"] = "global_decay"
-    end: Sigma
-    """σ of the last stage."""
-    stages: int = Field(default=10, ge=3)
-    """All stages, the silent one among them."""
-
-    if TYPE_CHECKING:
-
-        def __init__(self, start: float, end: float, stages: int = 10) -> None: ...
-
-    def _at(self, step: int, total: int) -> float:
-        stage = min(step * self.stages // total, self.stages - 1)
-        return _between(self.start, self.end, (stage - 1) / (self.stages - 2)) if stage else 0.0
-
-    def _why_silent(self) -> str:
-        return f"stage 0 of {self.stages} is silent and no other is reached"
-
-    def text(self) -> str:
-        return f"{super().text()},stages={self.stages}"
-
-
-class LinearDecay(_Decay):
-    """A straight line from start to end over the whole run."""
-
-    kind: Literal["linear_decay"] = "linear_decay"
-    end: float = Field(ge=0, allow_inf_nan=False)
-    """σ after the last step; may be 0."""
-
-    if TYPE_CHECKING:
-
-        def __init__(self, start: float, end: float) -> None: ...
-
-    def _at(self, step: int, total: int) -> float:
-        return self.end if step == total else self.start + (self.end - self.start) * (step / total)
-
-
-class EpochAware(ScheduleBase):
+@dataclass(frozen=True)
+class EpochAware(Schedule):
     """Each epoch has its own decay."""
 
-    kind: Literal["epoch_aware"] = "epoch_aware"
-    epochs: tuple[tuple[Sigma, Sigma], ...] = Field(min_length=1)
+    kind: ClassVar[str] = "epoch_aware"
+    epochs: tuple[tuple[float, float], ...]
     """Start and end of each epoch's σ."""
 
     if TYPE_CHECKING:
 
         def __init__(self, epochs: Iterable[tuple[float, float]]) -> None: ...
 
-    @model_validator(mode="after")
-    def _falls(self) -> Self:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "epochs", tuple((start, end) for start, end in self.epochs))
+        if not self.epochs:
+            raise ShaketableError("epoch_aware needs at least one epoch")
         for start, end in self.epochs:
             _check_falls(start, end)
-        return self
 
     @classmethod
     def between(cls, start: float, end: float, epochs: int) -> EpochAware:
         """Boundaries in geometric progression: epoch e runs from start·(end/start)^(e/E) to the next one."""
-        GlobalDecay(start, end)
+        _check_falls(start, end)
         if epochs < 1:
             raise ShaketableError(f"epoch_aware needs at least one epoch, not {epochs}")
         bounds = accumulate((_between(start, end, e / epochs) for e in range(epochs + 1)), min)
-        return cls(tuple(pairwise(bounds)))
+        return cls(pairwise(bounds))
 
     def _at(self, step: int, total: int) -> float:
         epoch, over = divmod(step * len(self.epochs), total)
@@ -184,16 +147,16 @@ class EpochAware(ScheduleBase):
         return f"{self.kind}:{'+'.join(f'{number(a)}-{number(b)}' for a, b in self.epochs)}"
 
 
-class Constant(ScheduleBase):
+@dataclass(frozen=True)
+class Constant(Schedule):
     """The same σ at every step."""
 
-    kind: Literal["constant"] = "constant"
+    kind: ClassVar[str] = "constant"
     steady: ClassVar[bool] = True
-    value: float = Field(ge=0, allow_inf_nan=False)
+    value: float
 
-    if TYPE_CHECKING:
-
-        def __init__(self, value: float) -> None: ...
+    def __post_init__(self) -> None:
+        check_size("σ", self.value)
 
     def _at(self, step: int, total: int) -> float:
         return self.value
@@ -205,15 +168,11 @@ class Constant(ScheduleBase):
         return f"{self.kind}:{number(self.value)}"
 
 
-AnySchedule = GlobalDecay | LinearDecay | EpochAware | Constant
-Schedule = Annotated[AnySchedule, Field(discriminator="kind")]
-SCHEDULES: dict[str, type[AnySchedule]] = {c.model_fields["kind"].default: c for c in get_args(AnySchedule)}
-
 NAMED = ("epoch_aware", "global_decay", "linear_decay")
 """Schedules that a guided file may just name."""
 
 
-def like_the_origin(kind: str, base: float) -> AnySchedule:
+def like_the_origin(kind: str, base: float) -> Schedule:
     """The origin's schedules, which it ran at 0.05, from another base σ: a decay by 100 in all."""
     if kind != "epoch_aware":
         return (GlobalDecay if kind == "global_decay" else LinearDecay)(base, base / 100)
@@ -225,9 +184,18 @@ def _between(start: float, end: float, part: float) -> float:
     return end if part == 1 else min(start, max(end, start * (end / start) ** part))
 
 
-def _check_falls(start: float, end: float) -> None:
+def _check_falls(start: float, end: float, to_zero: bool = False) -> None:
+    check_size("σ", start, above=0.0)
+    check_size("σ", end, above=None if to_zero else 0.0)
     if end > start:
-        raise ValueError(f"a decay ends at or below its start, and {end:g} is above {start:g}")
+        raise ShaketableError(f"a decay ends at or below its start, and {end:g} is above {start:g}")
+
+
+def check_size(name: str, value: object, above: float | None = None) -> None:
+    """Raise unless a value is a finite number of 0 or more, or above a bound."""
+    good = isinstance(value, int | float) and math.isfinite(value) and (value >= 0 if above is None else value > above)
+    if not good:
+        raise ShaketableError(f"{name} must be a number {'of 0 or more' if above is None else f'above {above:g}'}, not {value}")
 
 
 def number(value: float) -> str:

@@ -17,7 +17,7 @@ One line of text, `SCHEDULE:SIGMAS[,key=value…]`:
     constant:0.01,form=output,layers=15,where=both,unit=absolute,order=before
     global_decay:0.05-0.0005,multipliers=0:2+27:0.5,zones=edge:0.2+middle:0.5+after:0.5     (zones=on for the usual ones)
 
-A YAML file holds the fields of `AQN`, `schedule` being such a line or a mapping. A guided file (key `aqn`) has
+A YAML file holds the fields of `AQN`, `schedule` being such a line. A guided file (key `aqn`) has
 layer_sigma/base_sigma as multipliers; `layers` in it names all layers with noise. One that has `srdd_metadata` and no
 `layers` is the origin's own: noise on what decoder layers return, in rollouts and in training, with the base σ for layers
 that it does not name.
@@ -28,24 +28,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
-
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from typing import TYPE_CHECKING, Any
 
 from shaketable.aqn.schedules import (
     NAMED,
-    SCHEDULES,
-    AnySchedule,
     Constant,
-    Described,
     EpochAware,
     GlobalDecay,
     LinearDecay,
     Schedule,
-    ScheduleBase,
-    checked,
+    check_size,
     like_the_origin,
     number,
 )
@@ -62,19 +56,30 @@ if TYPE_CHECKING:
 ROLES = ("rmsnorm", "layernorm", "linear")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 """Norms that can be meant by their names, where not all of them are."""
-Factor = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Layer = Annotated[int, Field(ge=0)]
+CHOICES = {
+    "unit": ("relative", "absolute"),
+    "form": ("weight", "output"),
+    "where": ("rollout", "both"),
+    "order": ("before", "after"),
+}
 
 
-class Zones(Described):
+@dataclass(frozen=True)
+class Zones:
     """Layers at both edges keep their σ; those in the middle have less from some point of the run on."""
 
-    edge: float = Field(default=0.25, ge=0, lt=0.5)
+    edge: float = 0.25
     """Share of the layers, at each end, that are edge layers; rounded up."""
-    middle: Factor = 0.5
+    middle: float = 0.5
     """Factor of the middle layers, later in the run."""
-    after: float = Field(default=0.5, ge=0, le=1)
+    after: float = 0.5
     """Part of the run after which it holds."""
+
+    def __post_init__(self) -> None:
+        for name in ("edge", "middle", "after"):
+            check_size(f"zones: {name}", getattr(self, name))
+        if self.edge >= 0.5 or self.after > 1:
+            raise ShaketableError(f"zones: edge lies below 0.5 and after at most at 1, not {self.edge:g} and {self.after:g}")
 
     def is_middle(self, layer: int, count: int) -> bool:
         """Whether a layer of a model with `count` layers is a middle one."""
@@ -98,7 +103,8 @@ class Group:
     """Whether what lies outside of the decoder layers (the final norm) belongs to it."""
 
 
-class AQN(Described):
+@dataclass(frozen=True)
+class AQN:
     """Noise in the sampler, on a schedule.
 
     aqn = st.AQN(st.GlobalDecay(0.05, 0.0005, stages=10))
@@ -110,30 +116,30 @@ class AQN(Described):
 
     schedule: Schedule
     """σ over the steps."""
-    unit: Literal["relative", "absolute"] = "relative"
-    """σ in units of the weight's RMS (or of each output), or as it is."""
-    form: Literal["weight", "output"] = "weight"
-    """Noise on the weights of norms, or on what decoder layers return."""
+    unit: str = "relative"
+    """σ in units of the weight's RMS (or of each output), or as it is (absolute)."""
+    form: str = "weight"
+    """Noise on the weights of norms, or on what decoder layers return (output)."""
     roles: tuple[str, ...] = ("rmsnorm",)
     """Whose weights: rmsnorm, layernorm, linear; or norms by name, input_layernorm and post_attention_layernorm."""
-    layers: tuple[Layer, ...] | None = None
+    layers: tuple[int, ...] | None = None
     """Only these decoder layers; all of them, and the final norm, when None."""
-    multipliers: dict[Layer, Factor] = Field(default_factory=dict)
+    multipliers: dict[int, float] = field(default_factory=dict)
     """Factors of single layers; 0 is no noise, and a layer without one has 1."""
     zones: Zones | None = None
     """Less noise in the middle layers, later in the run."""
-    where: Literal["rollout", "both"] = "rollout"
-    """Noise while sampling only, or in the forwards and backwards of training too."""
-    order: Literal["before", "after"] = "after"
+    where: str = "rollout"
+    """Noise while sampling only, or in the forwards and backwards of training too (both)."""
+    order: str = "after"
     """Where a plan's fault acts on the same output of a layer: the noise is added before it, or after it."""
-    seed: int = Field(default=0, ge=-(2**63), lt=2**64)
+    seed: int = 0
     """Keys all noise."""
 
     if TYPE_CHECKING:
 
         def __init__(
             self,
-            schedule: ScheduleBase | Mapping[str, Any],
+            schedule: Schedule,
             *,
             unit: str = "relative",
             form: str = "weight",
@@ -146,81 +152,59 @@ class AQN(Described):
             seed: int = 0,
         ) -> None: ...
 
-    @field_validator("roles", mode="before")
-    @classmethod
-    def _roles_are_known(cls, roles: object) -> object:
-        roles = (roles,) if isinstance(roles, str) else roles
-        for role in roles if isinstance(roles, Sequence) else ():
-            if role not in ROLES + NORMS:
-                raise ValueError(f"unknown role {role!r}; {nearest(str(role), ROLES + NORMS)}")
-        if not roles:
-            raise ValueError(f"name at least one role; valid: {', '.join(ROLES)}")
-        return roles
+    def __post_init__(self) -> None:
+        def keep(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
 
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _layers_are_sorted(cls, layers: object) -> object:
-        if layers is None or layers == "all":
-            return None
-        if isinstance(layers, str):
-            return parse_layers(layers).indices()
-        if isinstance(layers, Sequence) and not layers:
-            raise ValueError("layers names no layer; leave it out for all")
-        return sorted(set(layers)) if isinstance(layers, list | tuple | range | set) else layers
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+        for name, valid in CHOICES.items():
+            _one_of(name, getattr(self, name), valid)
+        keep("roles", (self.roles,) if isinstance(self.roles, str) else tuple(self.roles))
+        for role in self.roles or ("",):
+            _one_of("role", role, ROLES + NORMS)
+        keep("layers", _layers(self.layers))
+        keep("multipliers", {int(layer): factor for layer, factor in self.multipliers.items()})
+        for layer, factor in self.multipliers.items():
+            check_size(f"multipliers: {layer}", factor)
+        if isinstance(self.zones, Mapping):
+            for name in self.zones:
+                _one_of("key of zones", name, tuple(f.name for f in fields(Zones)))
+            keep("zones", Zones(**self.zones))
+        if not -(2**63) <= self.seed < 2**64:
+            raise ShaketableError(f"seed {self.seed} has more than 64 bits")
         if self.form == "output" and self.roles != ("rmsnorm",):
-            raise ValueError("form=output acts on what decoder layers return; roles are for form=weight")
+            raise ShaketableError("form=output acts on what decoder layers return; roles are for form=weight")
         if self.order == "before" and self.form != "output":
-            raise ValueError("order is for form=output: weights are read before any output is there")
-        stray = sorted(set(self.multipliers) - set(self.layers)) if self.layers is not None else []
-        if stray:
-            raise ValueError(f"multipliers name layer {stray[0]}, which layers={join_layers(self.layers or ())} leaves out")
-        return self
+            raise ShaketableError("order is for form=output: weights are read before any output is there")
+        if self.layers is not None and (stray := sorted(set(self.multipliers) - set(self.layers))):
+            raise ShaketableError(f"multipliers name layer {stray[0]}, which layers={join_layers(self.layers)} leaves out")
 
     @property
     def is_steady(self) -> bool:
         """Whether every layer has the same σ at every step."""
         return self.schedule.steady and self.zones is None
 
-    def groups(self, count: int | None) -> list[Group]:
-        """The layers of a model with `count` layers, by their σ; None where the model is not known yet."""
-        if count is None:
-            return self._unknown_groups()
+    def groups(self, count: int) -> list[Group]:
+        """The layers of a model with `count` layers, by their σ."""
         asked = [*(self.layers or ()), *self.multipliers]
         if count == 0 and (asked or self.zones is not None or self.form == "output"):
             raise NoMatchError("AQN on chosen layers, or on the outputs of layers: this model has no decoder layers")
         if asked and max(asked) >= count:
             raise NoMatchError(f"layer {max(asked)} is out of range; this model has layers 0-{count - 1}")
-        found: dict[tuple[float, bool], list[int]] = {}
-        if self.layers is None and self.form == "weight":
-            found[1.0, False] = []
+        whole = self.layers is None and self.form == "weight"
+        found: dict[tuple[float, bool], list[int]] = {(1.0, False): []} if whole else {}
         for layer in range(count) if self.layers is None else self.layers:
             middle = self.zones is not None and self.zones.is_middle(layer, count)
             found.setdefault((self.multipliers.get(layer, 1.0), middle), []).append(layer)
         if self.zones is not None and not any(middle for _, middle in found):
             raise NoMatchError(f"zones: none of the layers of a model with {count} is a middle one; lower edge")
-        groups = _labelled(found, self.layers is None and self.form == "weight", count)
+        groups = []
+        for (multiplier, middle), layers in found.items():
+            outside = whole and (multiplier, middle) == (1.0, False)
+            if multiplier and (layers or outside):
+                groups.append(Group(_label(layers, outside, count), tuple(layers), multiplier, middle, outside))
         if not groups:
             raise NoMatchError("every layer has the multiplier 0: there would be no noise")
         return groups
-
-    def _unknown_groups(self) -> list[Group]:
-        """Each group once for the layers at the edges and once for those in the middle, where there are zones."""
-        found: dict[tuple[float, bool], list[int]] = {}
-        for layer in self.layers if self.layers is not None else sorted(self.multipliers):
-            found.setdefault((self.multipliers.get(layer, 1.0), False), []).append(layer)
-        groups = _labelled(found, False, None)
-        if self.layers is None:
-            groups.insert(0, Group("all other layers" if groups else "all layers", (), 1.0, False, True))
-        if self.zones is None:
-            return groups
-        return [
-            replace(g, label=f"{g.label} ({'middle' if middle else 'edge'})", middle=middle, outside=g.outside and not middle)
-            for g in groups
-            for middle in (False, True)
-        ]
 
     def sigma(self, group: Group, step: int, total_steps: int, base: float | None = None) -> float:
         """σ of a group's layers at a step; `base` replaces the schedule's."""
@@ -259,9 +243,9 @@ class AQN(Described):
 
     def text(self) -> str:
         """One line that `AQN.load` reads back."""
-        usual = {key: AQN.model_fields[key].get_default(call_default_factory=True) for key in KEYS}
+        usual = AQN(self.schedule)
         given = {key: getattr(self, key) for key in KEYS}
-        parts = [f"{key}={_shown(key, value)}" for key, value in given.items() if value != usual[key]]
+        parts = [f"{key}={_shown(key, value)}" for key, value in given.items() if value != getattr(usual, key)]
         return ",".join([self.schedule.text(), *parts])
 
     @classmethod
@@ -274,28 +258,26 @@ class AQN(Described):
         return _parse(source)
 
 
-def _labelled(found: dict[tuple[float, bool], list[int]], outside: bool, count: int | None) -> list[Group]:
-    """Groups with noise, in the order of their first layers; `outside` goes with factor 1 outside of the middle."""
-    groups = []
-    for (multiplier, middle), layers in found.items():
-        beyond = outside and (multiplier, middle) == (1.0, False)
-        if multiplier == 0 or not (layers or beyond):
-            continue
-        groups.append(Group(_label(layers, beyond, count), tuple(layers), multiplier, middle, beyond))
-    return groups
+def _layers(given: Any) -> tuple[int, ...] | None:
+    if given is None or given == "all":
+        return None
+    found = parse_layers(given).indices() if isinstance(given, str) else tuple(sorted(set(given)))
+    if not found or not all(isinstance(layer, int) and layer >= 0 for layer in found):
+        raise ShaketableError(f"layers {given!r} are not indices from 0 on; leave them out for all")
+    return found
 
 
-def _label(layers: Sequence[int], beyond: bool, count: int | None) -> str:
-    if count is not None and len(layers) == count:
-        return "all layers" if not beyond or count else "the whole model"
+def _label(layers: Sequence[int], outside: bool, count: int) -> str:
+    if len(layers) == count:
+        return "all layers" if count else "the whole model"
     names = f"{'layer' if len(layers) == 1 else 'layers'} {join_layers(tuple(layers))}" if layers else ""
-    return " and ".join(part for part in (names, "outside of layers" if beyond else "") if part)
+    return " and ".join(part for part in (names, "outside of layers" if outside else "") if part)
 
 
 # ---- one line of text
 
 
-KEYS = tuple(name for name in AQN.model_fields if name != "schedule")
+KEYS = tuple(f.name for f in fields(AQN) if f.name != "schedule")
 OWN = {"global_decay": ("stages",), "linear_decay": (), "epoch_aware": ("epochs",), "constant": ()}
 EXAMPLES = {
     "global_decay": "global_decay:0.05-0.0005,stages=10",
@@ -304,83 +286,64 @@ EXAMPLES = {
     "constant": "constant:0.01",
 }
 _NUMBER = r"\d*\.?\d+(?:[eE][+-]?\d+)?|\d+\."
+_PLUS = r"(?<![eE])\+"
+"""Between two parts, and not in 1e+3."""
 
 
 def _parse(line: str) -> AQN:
     """AQN from a line of text."""
     schedule, pairs = _with_schedule(line)
-    for key in pairs:
+    given: dict[str, Any] = {}
+    for key, text in pairs.items():
         _one_of(f"key for {schedule.kind}", key, (*OWN[schedule.kind], *KEYS))
-    return AQN(schedule, **{key: _READ.get(key, str)(value) for key, value in pairs.items()})
+        given[key] = _READ.get(key, str)(text)
+    return AQN(schedule, **given)
 
 
-def _with_schedule(line: str) -> tuple[AnySchedule, dict[str, str]]:
-    """The schedule that a line begins with, and its other keys."""
+def _with_schedule(line: str) -> tuple[Schedule, dict[str, str]]:
+    """The schedule that a line begins with, and the keys that are not its own."""
     head, *parts = line.strip().split(",")
-    pairs = _pairs(parts, line)
-    kind = head.partition(":")[0].strip()
-    own = {key: pairs.pop(key) for key in OWN.get(kind, ()) if key in pairs}
-    return _schedule(head, own), pairs
+    pairs = dict[str, str]()
+    for part in parts:
+        key, _, value = (word.strip() for word in part.partition("="))
+        if not key or not value or key in pairs:
+            raise ShaketableError(f"{part.strip()!r} in {line.strip()!r} is not key=value, each key once")
+        pairs[key] = value
+    kind, _, sigmas = (part.strip() for part in head.partition(":"))
+    _one_of("schedule", kind, tuple(OWN))
+    own = {key: _whole(pairs.pop(key)) for key in OWN[kind] if key in pairs}
+    if kind == "constant" and re.fullmatch(_NUMBER, sigmas):
+        return Constant(float(sigmas)), pairs
+    matches = [re.fullmatch(rf"\s*({_NUMBER})\s*-\s*({_NUMBER})\s*", text) for text in re.split(_PLUS, sigmas)]
+    decays = [(float(match[1]), float(match[2])) for match in matches if match]
+    is_single = kind != "epoch_aware" or bool(own)
+    if kind == "constant" or len(decays) < len(matches) or (is_single and len(decays) > 1):
+        raise ShaketableError(f"{sigmas!r} are not the σ of {kind}; write e.g. {EXAMPLES[kind]}")
+    if kind == "epoch_aware":
+        return EpochAware.between(*decays[0], **own) if own else EpochAware(decays), pairs
+    return LinearDecay(*decays[0]) if kind == "linear_decay" else GlobalDecay(*decays[0], **own), pairs
 
 
 def _shown(key: str, value: Any) -> str:
     if key == "layers":
         return join_layers(value)
     if isinstance(value, Zones):
-        value = value.model_dump()
+        value = vars(value)
     if isinstance(value, Mapping):
         return "+".join(f"{k}:{number(v)}" for k, v in value.items())
     return "+".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _schedule(head: str, own: dict[str, str]) -> AnySchedule:
-    kind, _, values = (part.strip() for part in head.partition(":"))
-    _one_of("schedule", kind, tuple(SCHEDULES))
-    example = f"e.g. {EXAMPLES[kind]}"
-    if not values:
-        raise ShaketableError(f"{kind} needs its σ, {example}")
-    if kind == "constant":
-        if not re.fullmatch(_NUMBER, values):
-            raise ShaketableError(f"{values!r} is not a σ; write a number of 0 or more, {example}")
-        return Constant(float(values))
-    decays = []
-    for text in re.split(r"(?<![eE])\+", values):
-        if not (match := re.fullmatch(rf"\s*({_NUMBER})\s*-\s*({_NUMBER})\s*", text)):
-            raise ShaketableError(f"{text.strip()!r} is not START-END of σ; write {example}")
-        decays.append((float(match[1]), float(match[2])))
-    if kind == "epoch_aware" and "epochs" not in own:
-        return EpochAware(tuple(decays))
-    if len(decays) != 1:
-        raise ShaketableError(f"{kind}:{values} has several decays where one is expected, {example}")
-    if kind == "epoch_aware":
-        return EpochAware.between(*decays[0], _whole("epochs", own["epochs"]))
-    if kind == "linear_decay":
-        return LinearDecay(*decays[0])
-    return GlobalDecay(*decays[0], **{key: _whole(key, text) for key, text in own.items()})
-
-
-def _whole(key: str, text: str) -> int:
-    if not re.fullmatch(r"\s*-?\d{1,9}\s*", text):
-        raise ShaketableError(f"{key}={text} is not a whole number")
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"-?\d{1,20}", text):
+        raise ShaketableError(f"{text!r} is not a whole number")
     return int(text)
-
-
-def _pairs(parts: list[str], line: str) -> dict[str, str]:
-    pairs: dict[str, str] = {}
-    for part in parts:
-        key, equals, value = (p.strip() for p in part.partition("="))
-        if not (key and equals and value):
-            raise ShaketableError(f"{part.strip()!r} in {line.strip()!r} is not key=value")
-        if key in pairs:
-            raise ShaketableError(f"{key} is given twice in {line.strip()!r}")
-        pairs[key] = value
-    return pairs
 
 
 def _factors(text: str) -> dict[str, float]:
     """`0:2+27:0.5`, or `edge:0.2+after:0.5`."""
     found: dict[str, float] = {}
-    for part in re.split(r"(?<![eE])\+(?=\s*\w+\s*:)", text):
+    for part in re.split(_PLUS, text):
         match = re.fullmatch(rf"\s*(\w+)\s*:\s*({_NUMBER})\s*", part)
         if not match or match[1] in found:
             raise ShaketableError(f"{part.strip()!r} in {text!r} is not NAME:FACTOR, each name once; write e.g. 0:2+27:0.5")
@@ -388,12 +351,15 @@ def _factors(text: str) -> dict[str, float]:
     return found
 
 
+def _multipliers(text: str) -> dict[int, float]:
+    return {_whole(layer): factor for layer, factor in _factors(text).items()}
+
+
 _READ: dict[str, Any] = {
     "roles": lambda text: tuple(part.strip() for part in text.split("+")),
-    "layers": lambda text: None if text == "all" else parse_layers(text).indices(),
-    "multipliers": _factors,
-    "zones": lambda text: Zones(**({} if text == "on" else _factors(text))),
-    "seed": lambda text: _whole("seed", text) if len(text) < 10 else text,
+    "multipliers": _multipliers,
+    "zones": lambda text: {} if text == "on" else _factors(text),
+    "seed": _whole,
 }
 
 
@@ -405,49 +371,27 @@ def _one_of(what: str, value: str, valid: tuple[str, ...]) -> None:
 # ---- files
 
 
-class _Guided(BaseModel):
-    """The part of a guided file that is not AQN's own."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    enabled: bool
-    layer_specific: Literal[True]
-    base_sigma: float = Field(gt=0)
-    layers: tuple[int, ...] | None = None
-    """All layers with noise."""
-    layer_sigmas: dict[int, float] = Field(min_length=1)
-    high_priority_layers: list[int] = []
-    """Those that `guide` labelled HIGH: for readers, and what `--target high` keeps."""
-
-
-class _Scanned(BaseModel):
-    """What the origin's file says of its scans; its date and the like are left alone."""
-
-    model_config = ConfigDict(frozen=True)
-
-    num_layers: int = Field(ge=1, le=10**6)
+GUIDED = ("enabled", "layer_specific", "base_sigma", "layers", "layer_sigmas", "high_priority_layers", "schedule")
+"""Keys of a guided file's `aqn`; those of `AQN` that guidance leaves open may stand beside them."""
+OPEN = ("unit", "form", "roles", "zones", "where", "order", "seed")
 
 
 def _from_file(path: Path) -> AQN:
     data = read_yaml(path, "the AQN file")
     if not isinstance(data, Mapping):
         raise ShaketableError(f"the AQN file {path} must hold a mapping, not {type(data).__name__}")
-    return from_guidance(data, str(path)) if "aqn" in data else _from_fields(dict(data), path)
-
-
-def _from_fields(fields: dict[Any, Any], path: Path) -> AQN:
-    for key in fields:
+    if "aqn" in data:
+        return from_guidance(data, str(path))
+    for key in data:
         _one_of(f"key in {path}", str(key), ("schedule", *KEYS))
-    if "schedule" not in fields:
+    if not isinstance(data.get("schedule"), str):
         raise ShaketableError(f"the AQN file {path} has no schedule; write e.g. schedule: global_decay:0.05-0.0005,stages=10")
-    return AQN(**{**fields, "schedule": _described(fields["schedule"])})
+    return AQN(**{**data, "schedule": _described(data["schedule"])})
 
 
-def _described(given: object) -> Any:
-    """A schedule from a line of text; other data is left to the model."""
-    if not isinstance(given, str):
-        return given
-    schedule, pairs = _with_schedule(given)
+def _described(line: str) -> Schedule:
+    """A schedule from a line of text."""
+    schedule, pairs = _with_schedule(line)
     for key in pairs:
         _one_of(f"key for {schedule.kind}", key, OWN[schedule.kind])
     return schedule
@@ -460,28 +404,38 @@ def from_guidance(data: Mapping[Any, Any], path: str) -> AQN:
     body = data["aqn"]
     if not isinstance(body, Mapping):
         raise ShaketableError(f"{path}: aqn must hold a mapping, not {type(body).__name__}")
-    free = ("unit", "form", "roles", "zones", "where", "order", "seed")
     for key in body:
-        _one_of(f"key in aqn of {path}", str(key), (*_Guided.model_fields, "schedule", *free))
-    guided = checked(_Guided, {key: value for key, value in body.items() if key in _Guided.model_fields}, path)
-    if not guided.enabled:
-        raise ShaketableError(f"{path} says enabled: false; train without it instead")
-    schedule = body.get("schedule", "epoch_aware")
-    factors = {layer: float(f"{sigma / guided.base_sigma:.12g}") for layer, sigma in guided.layer_sigmas.items()}
-    more = {str(key): body[key] for key in free if key in body}
-    if guided.layers is not None:
-        if stray := sorted(set(factors) - set(guided.layers)):
-            raise ShaketableError(f"{path}: layer_sigmas name layer {stray[0]}, which layers leaves out")
-        factors = {layer: factors.get(layer, 1.0) for layer in guided.layers}
-    elif "srdd_metadata" in data:
-        count = checked(_Scanned, data["srdd_metadata"], f"srdd_metadata of {path}").num_layers
-        if beyond := next((layer for layer in factors if not 0 <= layer < count), None):
-            raise ShaketableError(f"{path}: layer_sigmas name layer {beyond}, and srdd_metadata has {count} layers")
-        factors = {layer: factors.get(layer, 1.0) for layer in range(count)}
+        _one_of(f"key in aqn of {path}", str(key), GUIDED + OPEN)
+    if body.get("enabled") is not True or body.get("layer_specific") is not True:
+        raise ShaketableError(f"{path}: enabled and layer_specific must be true; train without the file instead")
+    base: Any = body.get("base_sigma")
+    sigmas = body.get("layer_sigmas")
+    check_size(f"{path}: base_sigma", base, above=0.0)
+    if not isinstance(sigmas, Mapping) or not sigmas or not all(isinstance(layer, int) for layer in sigmas):
+        raise ShaketableError(f"{path}: layer_sigmas must be a mapping of layers to σ, such as {{15: 0.1}}")
+    for layer, sigma in sigmas.items():
+        check_size(f"{path}: layer_sigmas: {layer}", sigma)
+    named, more = _layers(body.get("layers")), {str(key): body[key] for key in OPEN if key in body}
+    if named is None and "srdd_metadata" in data:
+        named = tuple(range(_number_of_layers(data["srdd_metadata"], path)))
         more = {"form": "output", "where": "both"} | more
+    elif named is None:
+        named = tuple(sorted(sigmas))
+    if stray := sorted(set(sigmas) - set(named)):
+        raise ShaketableError(f"{path}: layer_sigmas name layer {stray[0]}, which is none of its layers {join_layers(named)}")
+    factors = {layer: float(f"{sigmas[layer] / base:.12g}") for layer in sorted(sigmas)}
+    schedule = body.get("schedule", "epoch_aware")
     return AQN(
-        like_the_origin(schedule, guided.base_sigma) if schedule in NAMED else _described(schedule),
-        layers=tuple(sorted(factors)),
-        multipliers={layer: factor for layer, factor in sorted(factors.items()) if factor != 1},
+        like_the_origin(schedule, base) if schedule in NAMED else _described(str(schedule)),
+        layers=named,
+        multipliers={layer: factor for layer, factor in factors.items() if factor != 1},
         **more,
     )
+
+
+def _number_of_layers(metadata: object, path: str) -> int:
+    """As the origin's file says it; its date and the like are left alone."""
+    count = metadata.get("num_layers") if isinstance(metadata, Mapping) else None
+    if not isinstance(count, int) or not 1 <= count <= 10**6:
+        raise ShaketableError(f"srdd_metadata of {path}: num_layers is {count!r}; write the number of decoder layers")
+    return count

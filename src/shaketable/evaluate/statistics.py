@@ -29,7 +29,9 @@ from shaketable.errors import ShaketableError
 
 Array = NDArray[np.float64]
 ONE_RUN = "this speaks of one training run only"
-POWER = 0.8
+LEVEL, POWER = 0.95, 0.8
+DISCORDANCE = 0.25
+"""Share of problems on which two arms are assumed to disagree before there are scores."""
 FARTHEST = 64.0
 """Shares beyond this are reported as infinite."""
 
@@ -70,7 +72,6 @@ class Comparison:
     problems: int
     seeds: tuple[int, int]
     """Seeds in arm a and in arm b."""
-    level: float = 0.95
     note: str = ""
     """What the comparison does not speak of."""
     adjusted: float | None = None
@@ -78,15 +79,15 @@ class Comparison:
 
     @property
     def distinguishable(self) -> bool:
-        """Whether the (corrected) p-value is at or below 1 − level."""
+        """Whether the (corrected) p-value is at or below 5 %."""
         p = self.p if self.adjusted is None else self.adjusted
-        return p <= 1 - self.level + 1e-12
+        return p <= 1 - LEVEL + 1e-12
 
     def sentence(self) -> str:
         """All of it for people, in one sentence."""
         low, high = points(self.interval.low), points(self.interval.high)
         p = _p(self.p) if self.adjusted is None else f"{_p(self.p)}, after Holm {_p(self.adjusted)}"
-        facts = f"{points(self.difference)} points ({100 * self.level:g} % CI {low} to {high}, {p}, {self.over})"
+        facts = f"{points(self.difference)} points (95 % CI {low} to {high}, {p}, {self.over})"
         verdict = "distinguishable from none" if self.distinguishable else f"not distinguishable; {self._reach()}"
         return f"{facts}: {verdict}" + (f"; {self.note}" if self.note else "")
 
@@ -104,8 +105,6 @@ class Comparison:
 
 def holm(ps: Sequence[float]) -> list[float]:
     """Holm's adjusted p-values, in the order given: the k-th smallest of m times m − k + 1, never decreasing, at most 1."""
-    if bad := next((p for p in ps if not 0 <= p <= 1), None):
-        raise ShaketableError(f"a p-value lies between 0 and 1, not {bad}")
     adjusted, largest = [0.0] * len(ps), 0.0
     for rank, at in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
         largest = max(largest, min(1.0, (len(ps) - rank) * ps[at]))
@@ -132,14 +131,12 @@ def _p(p: float) -> str:
 # ---- one sample, and two conditions
 
 
-def wilson(rate: float, n: int, level: float = 0.95) -> Interval:
-    """Wilson's score interval of a rate over n problems.
+def wilson(rate: float, n: int) -> Interval:
+    """Wilson's 95 % score interval of a rate over n problems.
 
     `rate` may be a mean over noise seeds; n is the number of problems all the same, which is never too narrow.
     """
-    if not (0 <= rate <= 1 and n >= 1):
-        raise ShaketableError(f"a rate lies in 0 to 1 and needs a problem or more, not {rate} of {n}")
-    z = float(stats.norm.ppf((1 + _level(level)) / 2))
+    z = float(stats.norm.ppf((1 + LEVEL) / 2))
     centre, half = rate + z * z / (2 * n), z * math.sqrt(rate * (1 - rate) / n + (z / (2 * n)) ** 2)
     low, high = (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
     return Interval(low if rate > 0 else 0.0, high if rate < 1 else 1.0)
@@ -147,45 +144,47 @@ def wilson(rate: float, n: int, level: float = 0.95) -> Interval:
 
 def mcnemar(a: ArrayLike, b: ArrayLike) -> float:
     """Exact two-sided p of two 0/1 vectors over the same problems: a sign test of those on which they disagree."""
-    first, second = _per_problem(a, b)
-    if not _binary(first, second):
-        raise ShaketableError("McNemar's test takes one 0/1 score a problem and arm; use paired() for means")
-    lost, won = int(((first - second) > 0).sum()), int(((second - first) > 0).sum())
+    d = np.subtract(a, b)
+    lost, won = int((d > 0).sum()), int((d < 0).sum())
     return float(stats.binomtest(won, won + lost).pvalue) if won + lost else 1.0
 
 
-def paired(a: ArrayLike, b: ArrayLike, *, seed: int = 0, level: float = 0.95, resamples: int = 9999) -> Comparison:
+def paired(a: ArrayLike, b: ArrayLike, *, seed: int = 0, level: float = LEVEL) -> Comparison:
     """Two conditions on the same problems.
 
     Args:
         a: Scores (problems,) or (problems, noise seeds), from 0 to 1.
         b: The same problems in the same order; the number of seeds may differ.
         seed: Of the sign flips, where there are too many to try all.
-        level: Of the interval, and of the verdict.
-        resamples: Sign flips drawn when more than this many are possible. McNemar's test needs none.
+        level: Of the test that `detectable` speaks of; the interval is one of 95 %.
     """
-    _level(level)
-    first, second = _per_problem(a, b)
+    first, second = _per_problem(a), _per_problem(b)
+    if len(first) != len(second):
+        raise ShaketableError(f"a paired comparison needs the same problems in both: got {len(first)} and {len(second)}")
     d = _rounded(second.mean(1) - first.mean(1))
     if _binary(first, second):
         p, test = mcnemar(first, second), "exact McNemar"
         reach = mcnemar_detectable(len(d), float(np.mean(d != 0)), level=level)
     else:
-        p, test = sign_flip(d, seed=seed, resamples=resamples), "sign-flip permutation"
+        p, test = sign_flip(d, seed=seed), "sign-flip permutation"
         reach = sign_flip_detectable(d, level=level)
     seeds = first.shape[1], second.shape[1]
     method = f"{test}; t interval with two pseudo-problems"
-    return Comparison(float(d.mean()), paired_interval(d, level), p, method, _over(len(d), seeds), reach, len(d), seeds, level)
+    return Comparison(float(d.mean()), paired_interval(d), p, method, _over(len(d), seeds), reach, len(d), seeds)
 
 
-def paired_interval(differences: ArrayLike, level: float = 0.95) -> Interval:
+def paired_interval(differences: ArrayLike) -> Interval:
     """Of a mean difference per problem: Student's t, with one pseudo-win for either side."""
-    d = np.asarray(differences, dtype=np.float64)
+    more = _with_pseudo_wins(np.asarray(differences, dtype=np.float64))
+    low, high = stats.t.interval(LEVEL, len(more) - 1, more.mean(), stats.sem(more))
+    return Interval(max(float(low), -1.0), min(float(high), 1.0))
+
+
+def _with_pseudo_wins(d: Array) -> Array:
+    """The differences, and one of their root mean square for either side."""
     moved = d[d != 0]
     win = math.sqrt(float(np.mean(moved**2))) if len(moved) else 1.0
-    more = np.concatenate([d, [win, -win]])
-    low, high = stats.t.interval(_level(level), len(more) - 1, more.mean(), stats.sem(more))
-    return Interval(max(float(low), -1.0), min(float(high), 1.0))
+    return np.concatenate([d, [win, -win]])
 
 
 def sign_flip(differences: ArrayLike, *, seed: int = 0, resamples: int = 9999) -> float:
@@ -198,7 +197,7 @@ def sign_flip(differences: ArrayLike, *, seed: int = 0, resamples: int = 9999) -
     return float(stats.permutation_test((d,), np.mean, rng=np.random.default_rng(seed), **options).pvalue)
 
 
-def over_seeds(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> Comparison:
+def over_seeds(a: ArrayLike, b: ArrayLike, *, level: float = LEVEL) -> Comparison:
     """Two trained arms, each trained with several seeds.
 
     Tables of equal height are paired by row (training seed). Of unequal height: Welch's test on the means of the runs, which
@@ -207,10 +206,9 @@ def over_seeds(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> Comparison
     Args:
         a: Scores (training seeds, problems), from 0 to 1.
         b: The same problems in the same order.
-        level: Of the interval, and of the verdict.
+        level: Of the test that `detectable` speaks of; the interval is one of 95 %.
     """
-    _level(level)
-    first, second = _table(a), _table(b)
+    first, second = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     if first.shape[1] != second.shape[1]:
         raise ShaketableError(f"the arms answer different problems: {first.shape[1]} and {second.shape[1]} columns")
     if min(len(first), len(second)) == 1:
@@ -253,9 +251,9 @@ def _by_t(
     difference: float, se: float, freedom: float, method: str, over: str, n: int, seeds: tuple[int, int], level: float
 ) -> Comparison:
     p = 2 * float(stats.t.sf(abs(difference) / se, freedom))
-    half = se * float(stats.t.ppf((1 + level) / 2, freedom))
+    half = se * float(stats.t.ppf((1 + LEVEL) / 2, freedom))
     interval = Interval(max(difference - half, -1.0), min(difference + half, 1.0))
-    return Comparison(difference, interval, p, method, over, t_detectable(se, freedom, level=level), n, seeds, level)
+    return Comparison(difference, interval, p, method, over, t_detectable(se, freedom, level=level), n, seeds)
 
 
 def _no_spread(a: Array, b: Array, level: float) -> Comparison:
@@ -272,31 +270,10 @@ def _over(n: int, seeds: tuple[int, int]) -> str:
     return f"paired over {n} problem{'s' * (n > 1)}" + (f", {runs} seeds each" if max(seeds) > 1 else "")
 
 
-def _per_problem(a: ArrayLike, b: ArrayLike) -> tuple[Array, Array]:
-    """Both as (problems, noise seeds)."""
-    first, second = (x[:, None] if x.ndim == 1 else x for x in (_scores(a), _scores(b)))
-    if len(first) != len(second):
-        raise ShaketableError(f"a paired comparison needs the same problems in both: got {len(first)} and {len(second)}")
-    return first, second
-
-
-def _table(scores: ArrayLike) -> Array:
-    found = _scores(scores)
-    if found.ndim != 2:
-        raise ShaketableError(f"trained arms need scores of shape (seeds, problems), not {found.shape}; means are (seeds, 1)")
-    return found
-
-
-def _scores(scores: ArrayLike) -> Array:
-    try:
-        found = np.asarray(scores, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise ShaketableError("scores must be numbers in rows of one length") from None
-    if found.ndim not in (1, 2) or not found.size:
-        raise ShaketableError(f"scores must have one or two sides and not be empty, not the shape {found.shape}")
-    if not bool(((found >= 0) & (found <= 1)).all()):
-        raise ShaketableError("scores must be numbers from 0 to 1")
-    return found
+def _per_problem(scores: ArrayLike) -> Array:
+    """As (problems, noise seeds)."""
+    found = np.asarray(scores, dtype=np.float64)
+    return found[:, None] if found.ndim == 1 else found
 
 
 def _binary(*scores: Array) -> bool:
@@ -306,12 +283,6 @@ def _binary(*scores: Array) -> bool:
 def _rounded(values: Array) -> Array:
     """Differences of means that are equal in truth are equal in bits."""
     return np.round(values, 12)
-
-
-def _level(level: float) -> float:
-    if not 0 < level < 1:
-        raise ShaketableError(f"a confidence level lies between 0 and 1, not {level}")
-    return level
 
 
 # ---- crossed effects of seeds and problems
@@ -366,57 +337,37 @@ class MeanSquares:
 
 
 def detectable(
-    problems: int,
-    *,
-    discordance: float | None = None,
-    seeds: int = 1,
-    seed_sd: float = 0.0,
-    shared: float = 0.5,
-    level: float = 0.95,
-    power: float = POWER,
+    problems: int, *, discordance: float = DISCORDANCE, seeds: int = 1, seed_sd: float = 0.0, shared: float = 0.5
 ) -> float | None:
     """The smallest difference a planned comparison would see; None when there is none.
 
     Args:
         problems: How many problems both arms answer.
-        discordance: Share of problems on which two runs disagree; `expected_discordance()` when not given.
+        discordance: Share of problems on which two runs disagree.
         seeds: Training seeds of each arm. One speaks of that one run only, and `seed_sd` does not enter.
         seed_sd: Standard deviation, over training seeds, of the true difference (0.01 is one point).
         shared: How much of the disagreement is on the same problems under every seed, and is not averaged away by more of
             them. With four seeds or more, 1 is the cautious end; 0 means that each seed disagrees independently.
-        level: Of confidence.
-        power: Wanted probability of seeing the difference.
     """
-    share = expected_discordance() if discordance is None else discordance
-    _check_design(problems, seeds, share=share, shared=shared, level=level, power=power)
     if seeds == 1:
-        return mcnemar_detectable(problems, share, level=level, power=power)
+        return mcnemar_detectable(problems, discordance)
     if problems == 1:
-        return t_detectable(seed_sd / math.sqrt(seeds), seeds - 1, level=level, power=power)
-    parts = {"seed": seed_sd**2, "problem": shared * share, "rest": (1 - shared) * share}
+        return t_detectable(seed_sd / math.sqrt(seeds), seeds - 1)
+    parts = {"seed": seed_sd**2, "problem": shared * discordance, "rest": (1 - shared) * discordance}
     squares = MeanSquares.expected(seeds, problems, **parts)
-    if squares.variance == 0:
-        raise ShaketableError("with no discordance and no spread between seeds any difference is seen; give one of them")
-    return t_detectable(math.sqrt(squares.variance), squares.freedom, level=level, power=power)
+    return t_detectable(math.sqrt(squares.variance), squares.freedom)
 
 
-def expected_discordance(rate: float = 0.5, correlation: float = 0.5) -> float:
-    """Share of problems on which two arms of one score disagree, from that score and their correlation over problems."""
-    if not (0 <= rate <= 1 and -1 <= correlation <= 1):
-        raise ShaketableError(f"rate must be in 0 to 1 and correlation in −1 to 1, not {rate} and {correlation}")
-    return min(2 * rate * (1 - rate) * (1 - correlation), 1.0)
-
-
-def mcnemar_detectable(problems: int, discordance: float, *, level: float = 0.95, power: float = POWER) -> float | None:
+def mcnemar_detectable(problems: int, discordance: float, *, level: float = LEVEL) -> float | None:
     """The smallest difference that the exact McNemar test sees. None with fewer than six problems at 5 %."""
 
     def short(difference: float) -> float:
-        return mcnemar_power(problems, max(discordance, difference), difference, level=level) - power
+        return mcnemar_power(problems, max(discordance, difference), difference, level=level) - POWER
 
     return float(optimize.brentq(short, 0.0, 1.0, xtol=1e-6)) if short(1.0) >= 0 else None
 
 
-def mcnemar_power(problems: int, discordance: float, difference: float, *, level: float = 0.95) -> float:
+def mcnemar_power(problems: int, discordance: float, difference: float, *, level: float = LEVEL) -> float:
     """Probability that the exact two-sided McNemar test rejects."""
     if discordance < 1e-12:
         return 0.0
@@ -429,38 +380,29 @@ def mcnemar_power(problems: int, discordance: float, difference: float, *, level
     return float(np.sum(stats.binom.pmf(m, problems, discordance) * rejects))
 
 
-def t_detectable(se: float, freedom: float, *, level: float = 0.95, power: float = POWER) -> float | None:
+def t_detectable(se: float, freedom: float, *, level: float = LEVEL) -> float | None:
     """The smallest difference that a two-sided t-test of that standard error sees; None when it is beyond 100 points."""
     edge = stats.t.isf((1 - level) / 2, freedom)
 
     def short(noncentrality: float) -> float:
-        return float(stats.nct.sf(edge, freedom, noncentrality)) - power
+        return float(stats.nct.sf(edge, freedom, noncentrality)) - POWER
 
     found = se * float(optimize.brentq(short, 0.0, 10 * edge + 10, xtol=1e-6))
     return found if found <= 1 else None
 
 
-def sign_flip_detectable(differences: Array, *, level: float = 0.95, power: float = POWER) -> float | None:
+def sign_flip_detectable(differences: Array, *, level: float = LEVEL) -> float | None:
     """The smallest mean difference that a sign-flip test sees, given the spread of the differences per problem.
 
     Student's t approximates it, too hopefully when few problems differ: a test of signs needs enough of them to reject at all.
     """
     n, moved = len(differences), np.abs(differences[differences != 0])
-    floor = mcnemar_detectable(n, 0.0, level=level, power=power)
+    floor = mcnemar_detectable(n, 0.0, level=level)
     if floor is None:
         return None
     floor *= float(moved.mean()) if len(moved) else 1.0
-    smooth = t_detectable(float(differences.std(ddof=1)) / math.sqrt(n), n - 1, level=level, power=power)
+    smooth = t_detectable(float(differences.std(ddof=1)) / math.sqrt(n), n - 1, level=level)
     return None if smooth is None else max(floor, smooth)
-
-
-def _check_design(problems: int, seeds: int, **fractions: float) -> None:
-    if problems < 1 or seeds < 1:
-        raise ShaketableError(f"a comparison needs a problem and a seed, not {problems} and {seeds}")
-    if bad := next((name for name, value in fractions.items() if not 0 <= value <= 1), None):
-        raise ShaketableError(f"{bad} must be between 0 and 1, not {fractions[bad]}")
-    if not 0 < 1 - fractions["level"] < fractions["power"] < 1:
-        raise ShaketableError(f"power must be between 1 − level and 1, not {fractions['power']}")
 
 
 # ---- recovered shares
@@ -478,13 +420,12 @@ class Recovered:
     """after − before."""
     seeds: int
     problems: int
-    level: float = 0.95
 
     def sentence(self) -> str:
         """For people."""
         low, high = (_percent(end) for end in (self.interval.low, self.interval.high))
         came = f"of the {100 * self.taken:.1f} points that the fault costs, {_points(self.returned)} were recovered"
-        return f"{came}: {_percent(self.share)} ({100 * self.level:g} % CI {low} to {high})"
+        return f"{came}: {_percent(self.share)} (95 % CI {low} to {high})"
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -492,18 +433,15 @@ class Recovered:
         return {**numbers, "seeds": self.seeds, "problems": self.problems, "sentence": self.sentence()}
 
 
-def share_recovered(before: ArrayLike, after: ArrayLike, clean: ArrayLike, *, level: float = 0.95) -> Recovered:
+def share_recovered(before: ArrayLike, after: ArrayLike, clean: ArrayLike) -> Recovered:
     """The share of the loss that was recovered.
 
     Args:
         before: Scores under the fault before the repair, (problems) or (training seeds, problems), from 0 to 1.
         after: The same after it.
         clean: Without the fault, before the repair.
-        level: Of the interval.
     """
     b, a, c = (np.atleast_2d(np.asarray(x, dtype=np.float64)) for x in (before, after, clean))
-    if not b.shape == a.shape == c.shape or not b.size:
-        raise ShaketableError(f"a share needs the same problems three times, not {b.shape}, {a.shape} and {c.shape}")
     taken, returned = float((c - b).mean()), float((a - b).mean())
     if taken == 0:
         raise ShaketableError("the fault costs nothing, so there is nothing to recover")
@@ -512,12 +450,12 @@ def share_recovered(before: ArrayLike, after: ArrayLike, clean: ArrayLike, *, le
         """Below 0 inside of the interval."""
         d = np.round((a - b) - share * (c - b), 12)
         variance, freedom = _uncertainty(d)
-        return float(d.mean()) ** 2 - float(stats.t.ppf((1 + level) / 2, freedom)) ** 2 * variance
+        return float(d.mean()) ** 2 - float(stats.t.ppf((1 + LEVEL) / 2, freedom)) ** 2 * variance
 
     share = returned / taken
     seeds, problems = b.shape
     low, high = (_end(excess, share, side) for side in (-1.0, 1.0))
-    return Recovered(share, Interval(low, high), taken, returned, seeds, problems, level)
+    return Recovered(share, Interval(low, high), taken, returned, seeds, problems)
 
 
 def _uncertainty(d: Array) -> tuple[float, float]:
@@ -526,10 +464,7 @@ def _uncertainty(d: Array) -> tuple[float, float]:
     if seeds > 1 and n > 1 and np.ptp(d) > 0:
         squares = MeanSquares.of(d)
         return squares.variance, squares.freedom
-    values = d.mean(0)
-    wins = values[values != 0]
-    size = math.sqrt(float((wins**2).mean())) if len(wins) else 1.0
-    more = np.concatenate([values, [size, -size]])
+    more = _with_pseudo_wins(d.mean(0))
     return float(more.var(ddof=1)) / len(more), len(more) - 1
 
 

@@ -185,9 +185,7 @@ def _from_verl(folder: Path, cell: Cell) -> ForeignRun:
     # As an arm writes them: verl puts a phase into every clause that has none, and each run's noise has a seed of its own.
     plans = [in_phases(Plan.parse(order.plan), ()) for order in orders if order.plan]
     clauses = dict.fromkeys(clause.text() for plan in plans for clause in plan.clauses)
-    noises = [
-        AQN.load(order.aqn).model_copy(update={"seed": AQN.model_fields["seed"].default}) for order in orders if order.aqn
-    ]
+    noises = [replace(AQN.load(order.aqn), seed=0) for order in orders if order.aqn]
     aqn = noises[0].text() if noises else None
     _check_same({"plan": ";".join(clauses) or None, "aqn": aqn}, cell, folder)
     ledgers = _ledgers(folder / LEDGER)

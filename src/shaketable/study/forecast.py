@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.statistics import detectable, expected_discordance
+from shaketable.evaluate.statistics import DISCORDANCE, detectable
 from shaketable.evaluate.tasks import code_in
 from shaketable.harden.config import HardenConfig
 from shaketable.study.cells import Cell, own_cells
@@ -186,7 +186,5 @@ def can_show(study: StudyConfig) -> str:
     if size is None:
         return f"{what}: {seeds} seeds × {n} problems can show no difference"
     design = f"{seeds} seeds × {n} problems show a difference of {100 * size:.1f} points with 80 % power"
-    spread = (
-        f"arms that disagree on {expected_discordance():.0%} of the answers and seeds that differ by {100 * SEED_SD:g} point"
-    )
+    spread = f"arms that disagree on {DISCORDANCE:.0%} of the answers and seeds that differ by {100 * SEED_SD:g} point"
     return f"{what}: {design}, for {spread}; the report computes it from the measured spread"

@@ -7,6 +7,7 @@ are matched on the model's skeleton, and the schedule is asked whether it ever f
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def aqn_of(config: TrainConfig) -> AQN | None:
         return None
     aqn = AQN.load(config.aqn)
     aqn.schedule.check(config.steps)
-    return aqn.model_copy(update={"seed": key_of(config.seed, "aqn", aqn.seed) >> 1})
+    return replace(aqn, seed=key_of(config.seed, "aqn", aqn.seed) >> 1)
 
 
 def conditions_of(config: TrainConfig) -> list[Condition]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ class Training:
             self._warn_of_collapse(f"under {found.condition.name}", clean, found)
         if self.noise is not None:
             top = max(self.noise.aqn.schedule.sigma(s, self.config.steps) for s in range(self.config.steps))
-            loudest = self.noise.aqn.model_copy(update={"schedule": Constant(top), "order": "after"})
+            loudest = replace(self.noise.aqn, schedule=Constant(top), order="after")
             with loudest.attach(self.policy, 1), arithmetic(self.config.device, self.config.dtype):
                 found = self.evaluator.score(Condition("aqn"), during="rollout")
             self.record.append("aqn_check", step=0, sigma=top, **found.summary())

@@ -22,6 +22,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -86,7 +87,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         self.plan = None if plan is None else while_training(Plan.load(plan, seed=seed))
         self.aqn = None if aqn is None else AQN.load(aqn)
         if self.aqn is not None and seed is not None:
-            self.aqn = self.aqn.model_copy(update={"seed": seed})
+            self.aqn = replace(self.aqn, seed=seed)
         prepare_colocated(self.plan)
         self.file = None if ledger is None else Path(ledger)
         self.allow_inert = allow_inert

@@ -11,13 +11,13 @@ Unknown keys and values are errors, in a group that is off too: the study lost r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
 
-from shaketable.aqn.schedules import AnySchedule, Constant, EpochAware, GlobalDecay
+from shaketable.aqn.schedules import Constant, EpochAware, GlobalDecay, Schedule
 from shaketable.aqn.spec import AQN
 from shaketable.errors import ShaketableError, first_problem, nearest
 from shaketable.layer_ranges import join_layers
@@ -219,7 +219,7 @@ class WeightNoise(Keys):
             raise ShaketableError(f"{self.name}.exclude_patterns leaves nothing of target_modules; list the wanted norms there")
         try:
             if self.epoch_aware:
-                schedule: AnySchedule = _by_epochs(self.sigma_start, self.sigma_end, config)
+                schedule: Schedule = _by_epochs(self.sigma_start, self.sigma_end, config)
             else:
                 schedule = GlobalDecay(self.sigma_start, self.sigma_end, self.num_stages)
             return AQN(schedule, unit="absolute", roles=norms or ("rmsnorm",))
@@ -274,9 +274,9 @@ class OutputNoise(Keys):
         aqn = AQN.load(Path(file))
         if "schedule" not in self.model_fields_set:
             return aqn
-        return aqn.model_copy(update={"schedule": self._schedule(aqn.schedule.peak(), config)})
+        return replace(aqn, schedule=self._schedule(aqn.schedule.peak(), config))
 
-    def _schedule(self, sigma: float, config: Mapping[str, Any]) -> AnySchedule:
+    def _schedule(self, sigma: float, config: Mapping[str, Any]) -> Schedule:
         if self.schedule == "constant":
             return Constant(sigma)
         return GlobalDecay(sigma, sigma / 100) if self.schedule == "global_decay" else _by_epochs(sigma, sigma / 100, config)

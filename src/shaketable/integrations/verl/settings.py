@@ -14,6 +14,7 @@ import json
 import secrets
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -215,7 +216,7 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
         )
     plan = None if plan is None else _placed(plan, keys)
     if aqn is not None and keys.seed is not None:
-        aqn = aqn.model_copy(update={"seed": keys.seed})
+        aqn = replace(aqn, seed=keys.seed)
     made = Shaking(plan=plan, aqn=aqn, ledger=_folder(config, keys), validations=_validations(plan, keys))
     check_verl(config, made)
     why = without_kl(config, made)

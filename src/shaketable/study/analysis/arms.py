@@ -156,7 +156,11 @@ def sigma_curve(runs: Sequence[Run]) -> list[Curve]:
 
     aqn = AQN.load(text)
     read = runs[0].last("mechanism")
-    groups = aqn.groups(len(read["conditions"][0]["layers"]) if read is not None and read["conditions"] else None)
+    if read is not None and read["conditions"]:
+        count = len(read["conditions"][0]["layers"])
+    else:
+        count = 1 + max((99, *aqn.multipliers, *(aqn.layers or ())))  # not known; σ needs edges and a middle
+    groups = aqn.groups(count)
     rows = ([aqn.sigma(group, step, steps) for group in groups] for step in range(steps))
     points = tuple(CurvePoint(step=n, mean=_mean(row), low=min(row), high=max(row)) for n, row in enumerate(rows))
     return [Curve(name="σ of AQN", points=points, band="least to greatest over groups of layers")]
