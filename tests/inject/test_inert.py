@@ -39,15 +39,6 @@ def test_a_clause_that_changed_no_value_raises_when_the_next_step_begins(plan):
     assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks, "and the model is clean"
 
 
-def test_a_backward_clause_raises_when_a_backward_pass_has_run():
-    model = two_linears()
-    model[0].requires_grad_(False)
-    plan = "gain:0.1@module.0,direction=backward"
-    with pytest.raises(st.InertError, match="was on in 1 pass and never fired"), (injection := st.inject(model, plan)):
-        run(injection, model, x=torch.ones(16, 32), backward=True)
-        injection.step = 1
-
-
 # ---- what is not
 
 
@@ -99,15 +90,6 @@ def test_a_magnitude_that_is_zero_or_too_small_at_first(plan, magnitudes):
         run(injection, model)
 
     assert unharmed(plan, schedule, then=len(magnitudes))
-
-
-def test_a_backward_clause_before_any_backward_pass():
-    """Accumulates gradients from step 2 on, in two micro-batches."""
-
-    def accumulate(injection, model):
-        run(injection, model, 2, backward=injection.step >= 2)
-
-    assert unharmed("gain:0.1@module.linear,direction=backward", accumulate, then=4)
 
 
 def test_zeros_have_nothing_that_a_gain_could_change():

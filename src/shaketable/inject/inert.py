@@ -1,8 +1,9 @@
 """Counts passes for the judge of "this clause did nothing" (`ledger/inert.py`), so that it can be asked during a run.
 
 A pass of a whole model counts for a clause that was **on** in it: its phase is that of the pass, its magnitude is not 0, and it
-matches a site of the model. A pass that raised or was recomputed does not count. A clause that acts backward only counts once a
-backward pass has run. A clause that fired is left alone when its magnitude has been set, because it may follow a schedule.
+matches a site of the model. A pass that raised or was recomputed does not count. A clause that acts backward only is judged
+where the caller knows that a backward pass has run. A clause that fired is left alone when its magnitude has been set, because
+it may follow a schedule.
 
 Passes of a model that is compiled as a whole, or replayed from a CUDA graph, run no Python and are not counted here; an engine
 that knows of them calls `saw_pass`.
@@ -58,8 +59,6 @@ class InertCheck:
         """The clauses that have not changed a value yet."""
         self.moved: set[int] = set()
         """Clauses whose magnitude has been set: it may be small on purpose, and grow."""
-        self._without_gradients: bool | None = None
-        """Whether no parameter had a gradient after the first pass that was computed for a backward one."""
         self._lock = Lock()
         """Others may judge while passes end."""
 
@@ -72,10 +71,7 @@ class InertCheck:
         self.phases[current.phase] += 1
         if not self.waiting or not any(current.acts) or current.captured:  # what is captured may be without noise for now
             return
-        graded = torch.is_grad_enabled()
-        if graded and self._without_gradients is None:
-            self._without_gradients = not self._has_gradients()
-        self._count(frame.entry.owner, current.acts, graded)
+        self._count(frame.entry.owner, current.acts, torch.is_grad_enabled())
 
     def saw_pass(self, acts: tuple[bool, ...]) -> None:
         """A pass of every model has ended in which no Python may have run; `acts` says which clauses were on in it."""
@@ -87,9 +83,6 @@ class InertCheck:
                 if acts[i] and i in self.matched.get(owner, self.waiting):
                     clause.passes += 1
                     clause.graded += graded
-
-    def _has_gradients(self) -> bool:
-        return any(p.grad is not None for model in self.injection.models for p in model.model.parameters())
 
     # ---- judging
 
@@ -118,7 +111,6 @@ class InertCheck:
         if not waiting:
             return {}
         sites = (self.injection.ledger if ledger is None else ledger).sites
-        trained = trained or (self._without_gradients is True and self._has_gradients())
         lines = {}
         for i, clause in waiting.items():
             if sites[i].measured().changed:
