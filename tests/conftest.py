@@ -61,7 +61,6 @@ SLOW = (
     "tests/cli/test_train_killed.py",
     "tests/faults/gpu/",
     "tests/inject/test_compiled_passes.py",
-    "tests/inject/test_custom_ops.py",
     "tests/inject/test_known_differences.py",
     "tests/inject/test_off.py",
     "tests/integrations/test_fsdp1.py",

@@ -67,10 +67,7 @@ def test_commands_that_only_read_work(folder, words, said):
 RUN = ["run", "--plan", "gain:0.1@module.linear"]
 WRITES = {
     "locate": ["locate", "nano", "--mode", "host", "--tokens", "4", "--json", "out.json"],
-    "env": ["env", "--json", "out.json"],
-    "inspect": ["inspect", "nano", "--json", "out.json"],
     "run": [*RUN, "--ledger", "ledgers", "--", "echo", "ran"],
-    "run in the default folder": [*RUN, "--", "echo", "ran"],
     "train": ["train", "nano", "--task", "arithmetic", "--steps", "1", "--out", "run"],
     "resume": ["train", "--resume", "store/begun"],
 }

@@ -296,13 +296,6 @@ def test_rows_are_padded_and_never_joined(kind, fields, block, dtype):
             assert same(y, rows)
 
 
-@pytest.mark.parametrize(("kind", "error"), [("mxfp4", 0.115), ("nvfp4", 0.095), ("fp8_e4m3", 0.0265), ("fp8_e5m2", 0.0526)])
-def test_relative_rms_error_on_gaussian_data(kind, error):
-    x = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
-    found = (quantized(kind, x) - x).square().mean().sqrt() / x.square().mean().sqrt()
-    assert float(found) == pytest.approx(error, rel=0.01)
-
-
 # Stochastic rounding
 
 

@@ -3,9 +3,8 @@
 import hashlib
 
 import torch
-from torch import nn
 
-from shaketable.records.weight_hash import digest, weights_hash
+from shaketable.records.weight_hash import digest
 
 W = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 
@@ -25,14 +24,3 @@ def test_text_name_shape_type_and_every_value_count_and_layout_does_not():
     assert len(set(variants)) == len(variants)
     assert digest("", {"a": W.T.contiguous().T}) == variants[0]
     assert digest("", {"a": torch.tensor(1.0)}) != digest("", {"a": torch.tensor(2.0)}), "a number alone has a hash too"
-
-
-def test_the_hash_of_a_model_is_of_its_parameters_alone():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    before = weights_hash(model)
-    model[1].running_mean += 1
-    assert weights_hash(model) == before == digest("", dict(model.named_parameters()))
-    with torch.no_grad():
-        model[0].bias[0] += 1
-    assert weights_hash(model) != before

@@ -148,24 +148,6 @@ def test_a_router_is_a_product_of_that_name_in_a_mixture(name):
         assert role(nn.Linear(2, 2), f"mlp.{name}") == "linear", "without experts it is a product"
 
 
-@pytest.mark.parametrize(
-    ("module", "path", "weights"),
-    [
-        (holding("MixtralExperts", up=(2, 2, 2), down=(2, 2, 2), up_bias=(2, 2), scale=2), "experts", ("up", "down")),
-        (holding("MixtralExperts", weight=(2, 2, 2), other=(2, 2, 2)), "experts", ("weight",)),
-        (nn.Linear(2, 2), "x", ("weight",)),
-        (nn.LayerNorm(2), "x", ("weight",)),
-        (holding("Thing", weight=2, other=(2, 2)), "x", ("weight",)),
-        (holding("Thing", other=(2, 2)), "x", ()),
-        (holding("Thing", weight=None), "x", ()),
-        (nn.Embedding(2, 2), "x", ("weight",)),
-    ],
-)
-def test_what_a_weight_fault_acts_on(module, path, weights):
-    (part,) = [p for p in Anatomy.of(nested(path, module)).parts if p.name == path]
-    assert part.weights == weights and part.holder is module
-
-
 # Adapters
 
 
@@ -181,22 +163,6 @@ def test_an_adapter_is_what_its_path_calls_one(path, wanted):
 
 
 # Stacks of layers
-
-
-@pytest.mark.parametrize(
-    ("stack", "found"),
-    [
-        (nn.ModuleList([block(), block()]), True),
-        (nn.ModuleList([block()]), False),
-        (nn.ModuleList([block(), around(nn.Linear(2, 2))]), False),
-        (nn.Sequential(block(), block()), False),
-        (nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), False),
-        (nn.ModuleList(), False),
-        (nn.ModuleDict({"a": block(), "b": block()}), False),
-    ],
-)
-def test_a_stack_of_another_name_is_a_list_of_several_of_one_class(stack, found):
-    assert bool(find_layers(nested("model.others", stack))[0]) is found
 
 
 def test_a_sequential_of_several_of_a_class_of_its_own_is_a_stack_and_what_is_inside_of_them_is_not():
@@ -288,12 +254,3 @@ def test_a_head_of_any_name_is_known_by_the_shape_of_an_embedding():
     found = roles(OwnAttentionModel(output=nn.Linear(4, 9), lm_head=nn.Linear(4, 8)))
     assert (found["output"], found["lm_head"]) == ("linear", "lm_head")
     assert [name for name, role in roles(OwnAttentionModel()).items() if role == "lm_head"] == []
-
-
-def test_an_embedding_is_the_head_only_where_no_module_is_and_only_outside_of_the_layers():
-    without = Anatomy.of(OwnAttentionModel())
-    assert [part.name for part in without.heads_without_a_module()] == ["embedding", "positions"]
-    model = OwnAttentionModel()
-    model.blocks[0].table = nn.Embedding(9, 4)
-    assert [part.name for part in Anatomy.of(model).heads_without_a_module()] == ["embedding", "positions"]
-    assert Anatomy.of(OwnAttentionModel(output=nn.Linear(4, 9))).heads_without_a_module() == []

@@ -68,13 +68,6 @@ def test_layers_are_found_wherever_people_put_them(path):
     assert len(find_layers(stacks(path))[0]) == 2
 
 
-def test_two_stacks_of_one_model_are_its_layers_one_after_another():
-    layers, paths = find_layers(model := stacks("model.low.layers", "model.high.layers"))
-    assert layers == [*model.model.low.layers, *model.model.high.layers]
-    assert paths == [f"model.{stack}.layers.{i}" for stack in ("low", "high") for i in (0, 1)]
-    assert {p.layer for p in Anatomy.of(model).parts if p.name.startswith("model.high.layers.1")} == {3}
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -98,17 +91,6 @@ def test_a_plan_on_layers_shakes_every_call_of_a_hierarchical_model():
 
 def matched(plan, model):
     return [t.part.name for t in targets(Plan.parse(plan).clauses[0], Anatomy.of(model))]
-
-
-def test_what_is_left_out_by_default_says_how_to_get_it():
-    model = skeleton("Mixtral")
-    with pytest.raises(st.NoMatchError, match="include=router"):
-        matched("gain:1@module.mlp.gate", model)
-    assert [len(matched(f"gain:1@module.{names}", model)) for names in ("router", "linear", "linear,include=router")] == [
-        3,
-        15,
-        18,
-    ]
 
 
 def test_a_layer_of_an_encoder_decoder_is_one_of_its_decoder_though_the_encoder_is_larger():
