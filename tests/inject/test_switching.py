@@ -85,25 +85,6 @@ def test_a_plan_that_is_switched_off_inside_of_a_pass_does_no_more_in_it_and_clo
 # ---- what changes
 
 
-def test_a_step_of_an_engine_draws_its_weights_anew_and_the_same_step_the_same():
-    model = linear()
-    injection = made("relative_gaussian:0.5@module.linear,point=weight", sampler=True)
-    injection.attach(model)
-    injection.enable()
-    seen = []
-    for step in (0, 1, 0):
-        injection.step = step
-        seen.append(model[0].weight.detach().clone())
-    assert not torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
-    with injection.changing():
-        injection.step = 1
-        injection.set_magnitude(0.25)
-        assert torch.equal(model[0].weight, seen[2]), "nothing is written before all is known"
-    assert not torch.equal(model[0].weight, seen[1]) and not torch.equal(model[0].weight, seen[0])
-    injection.close()
-    assert torch.equal(model[0].weight, torch.ones(4, 4))
-
-
 def test_a_process_of_a_group_has_the_rank_that_torch_says(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     assert this_rank() == 3

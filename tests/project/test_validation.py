@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from tests import ROOT
 
@@ -53,28 +52,6 @@ def test_a_plan_that_stays_on_is_a_failure(monkeypatch):
     assert [f for f in row_of("llama")["fails"] if "off is not bit-identical" in f]
 
 
-def test_products_of_heads_and_routers_are_not_counted_and_all_others_are():
-    from counting import counting
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.experts, self.gate, self.lm_head = (nn.Linear(4, 4) for _ in range(4))
-
-        def get_output_embeddings(self):
-            return self.lm_head
-
-        def forward(self, x):
-            y = self.up(x) @ x.T + torch.einsum("ij,kj->ik", self.gate(x), self.experts(x))
-            return self.lm_head(y @ x) + x @ self.lm_head.weight
-
-    model = Model()
-    with counting(model) as found:
-        model(torch.ones(3, 4))
-    assert (found.modules, found.called, found.products) == (2, ["up", "experts"], 5)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
 def test_a_stopped_run_goes_on_and_a_row_that_killed_it_is_a_failure(tmp_path, monkeypatch):
     import checks
     import validate
@@ -110,21 +87,3 @@ def test_simulated_studies_have_the_level_and_the_coverage_that_they_say():
     rows = {row["name"]: row for row in simulate(studies=30)}
     assert len(rows) == len(CASES) + 2 and not any(row["fails"] for row in rows.values())
     assert rows["better by half a logit, 5 seeds"]["seen"] > 0.1 > rows["equal arms, 5 seeds"]["false"]
-
-
-def test_attacks_alone_leave_the_zoo_and_its_date_as_they_are(tmp_path, monkeypatch):
-    import validate
-    from page import page
-
-    out = tmp_path / "validation.json"
-    row = {"name": "llama", "kind": "llama", "dtype": "float32", "attention": "eager", "refused": "too small", "fails": []}
-    validate.Results(out, again=False).save(zoo={"llama|float32|eager": row}, date="2020-01-01")
-    monkeypatch.setattr(validate, "_digest", lambda: "of another version")
-    kept = {"name": "kills", "about": "training", "passed": 3, "failed": 0, "skipped": 1, "seconds": 2.4, "date": "2020-01-02"}
-    results = validate.Results(out, again=False, only="attacks")
-    results.save(attacks=[kept | {"fails": []}])
-    assert results.body["zoo"] and results.body["date"] == "2020-01-01"
-    assert "| kills | training | 4 | 3 | 0 | 1 | 2 | 2020-01-02 |" in page(results.body)
-    zoo_alone = validate.Results(out, again=False, only="zoo").body
-    assert zoo_alone["attacks"] == results.body["attacks"] and not zoo_alone["zoo"], "of another version, as all is asked anew"
-    assert "attacks" not in validate.Results(out, again=False).body
