@@ -23,7 +23,7 @@ def scores(study, key):
             path = Path(member.name)
             if path.name == "record.jsonl" and path.parent.name != "definition" and "level-2" not in member.name:
                 events = [json.loads(line) for line in packed.extractfile(member)]
-                about = events[0]["about"] or dict(zip(("arm", "seed"), path.parent.name.rsplit("-", 1), strict=True))
+                about = events[0]["about"]
                 for condition in next((e["conditions"] for e in events[::-1] if e["event"] == "evaluation"), []):
                     answers = {a["id"]: a.get(key, np.nan) for a in condition["answers"]}
                     rows.setdefault((about["arm"], condition["name"]), {})[about["seed"]] = [
