@@ -79,24 +79,17 @@ def dropped_residual(model: Any) -> None:
     model.model.layers[LAYER].register_forward_hook(lambda m, a, y: y * 0.99)
 
 
-def cast_norm(model: Any) -> None:
-    """One norm's weight went through bfloat16."""
-    with torch.no_grad():
-        weight = model.model.layers[LAYER].input_layernorm.weight
-        weight.copy_((weight * 1.001).bfloat16())
-
-
-OPERATORS: dict[str, tuple[Callable[[Any], None], str]] = {
-    "rope_base": (rope_base, "model.layers.0.self_attn.rotary_q"),
-    "norm_eps": (norm_eps, "model.layers.3.input_layernorm"),
-    "swapped_in_flight": (swapped_in_flight, "model.layers.3.self_attn.q_proj"),
-    "coarse_head": (coarse_head, "lm_head"),
-    "softmax_scale": (softmax_scale, "model.layers.3.self_attn"),
-    "late_positions": (late_positions, "model.layers.0.self_attn.rotary_q"),
-    "lost_bits": (lost_bits, "model.layers.3.mlp.down_proj"),
-    "dropped_residual": (dropped_residual, "model.layers.3.mlp_residual"),
+OPERATORS: dict[str, tuple[Callable[[Any], None], str, str]] = {
+    "rope_base": (rope_base, "model.layers.0.self_attn.rotary_q", ""),
+    "norm_eps": (norm_eps, "model.layers.3.input_layernorm", ""),
+    "swapped_in_flight": (swapped_in_flight, "model.layers.3.self_attn.q_proj", "64 of 128 lanes"),
+    "coarse_head": (coarse_head, "lm_head", "computed in bfloat16"),
+    "softmax_scale": (softmax_scale, "model.layers.3.self_attn", "factor of 1.01"),
+    "late_positions": (late_positions, "model.layers.0.self_attn.rotary_q", "positions off by +1"),
+    "lost_bits": (lost_bits, "model.layers.3.mlp.down_proj", ""),
+    "dropped_residual": (dropped_residual, "model.layers.3.mlp_residual", ""),
 }
-"""What is planted, and the operator that must be named."""
+"""The plant, the operator that must be named, and the words for what is wrong with it in float32."""
 
 
 def coarse_log_softmax(logits: torch.Tensor) -> torch.Tensor:

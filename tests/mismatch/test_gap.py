@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shaketable.mismatch.engine import Rollout
-from shaketable.mismatch.gap import differences, distance, interval, k3_of, measure_gap
+from shaketable.mismatch.gap import differences, distance, k3_of, mean_interval, measure_gap
 from shaketable.mismatch.rounding import judge
 
 
@@ -31,12 +31,12 @@ def test_k1_and_k3_estimate_the_divergence():
     assert found.k3 == pytest.approx(exact, rel=0.05)
 
 
-def test_an_interval_over_few_rollouts_is_over_tokens_and_says_so():
-    d = [np.array([0.1, 0.2, 0.0])] * 3
-    assert interval(d).over == "tokens"
-    assert interval(d * 2).over == "rollouts"
-    low, high = interval([np.array([0.1 * i]) for i in range(20)]).k1
-    assert low < 0.95 < high
+def test_an_interval_covers_the_mean_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    for blocks in (20, 3):  # rollouts with a mean of their own, and too few of them
+        spread = 0.5 if blocks == 20 else 0.0
+        drawn = [mean_interval([rng.normal(rng.normal(0, spread), 1, 30) for _ in range(blocks)]) for _ in range(500)]
+        assert 0.9 < np.mean([low < 0 < high for low, high in drawn]) < 0.98
 
 
 def test_the_worst_token_is_named_where_it_is():
@@ -46,4 +46,5 @@ def test_the_worst_token_is_named_where_it_is():
     found = measure_gap(rollouts, trainer, judged, lambda token: f"<{token}>")
     worst = found.worst[0]
     assert (worst.rollout, worst.position, worst.text, worst.trainer) == (0, 1, "<5>", -3.0)
-    assert sum(row.tokens for row in found.by_position) == sum(row.tokens for row in found.by_length) == 4
+    assert sum(row.tokens for row in found.by_position) == 4
+    assert found.interval_over == "tokens"

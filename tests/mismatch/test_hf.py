@@ -15,7 +15,6 @@ def test_its_own_log_probabilities_are_those_of_its_model():
     for rollout, told in zip(drawn, other.logprobs(drawn, "decode"), strict=True):
         assert rollout.logprobs == pytest.approx(told, abs=1e-4)
         assert len(rollout.logprobs) == len(rollout.completion)
-    assert {r.finish for r in drawn} <= {"stop", "length"}
 
 
 def test_samples_are_those_of_the_seed():

@@ -48,8 +48,8 @@ def test_the_names_of_each_trainer(tmp_path, line):
 
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "rollouts.jsonl"
-    path.write_text(write_rollouts([GOOD, Rollout([1], [2], [-0.5], "stop")]))
-    assert read_rollouts(path) == [GOOD, Rollout([1], [2], [-0.5], "stop")]
+    path.write_text(write_rollouts([GOOD, Rollout([1], [2], [-0.5])]))
+    assert read_rollouts(path) == [GOOD, Rollout([1], [2], [-0.5])]
     assert read_rollouts(path, 1) == [GOOD]
 
 

@@ -31,59 +31,32 @@ def test_what_was_declared_is_not_named(mode):
     assert named(how, pairs.rollouts(pairs.engine(), how)) is None
 
 
-def test_processed_instead_of_raw():
-    drawn = returned(logprobs_mode="processed", **LIMITS)
-    assert named(pairs.sampling(**LIMITS), drawn).name == "processed log-probabilities"
-
-
-def test_raw_instead_of_processed():
-    drawn = returned(**LIMITS)
-    assert named(pairs.sampling(logprobs_mode="processed", **LIMITS), drawn).name == "raw log-probabilities"
-
-
-def test_temperature_that_was_not_applied():
-    drawn = returned(logprobs_mode="processed", top_p=0.9)
-    assert named(pairs.sampling(logprobs_mode="processed", temperature=0.7, top_p=0.9), drawn).name == "temperature not applied"
-
-
-def test_top_p_that_nobody_declared():
-    drawn = returned(logprobs_mode="processed", top_p=0.9)
-    assert "top_p=0.9" in named(pairs.sampling(), drawn).name
-
-
-def test_a_temperature_that_nobody_declared_is_found():
-    drawn = returned(logprobs_mode="processed", temperature=1.37)
-    assert named(pairs.sampling(), drawn).name == "temperature 1.37"
-
-
-def test_a_repetition_penalty_that_is_in_the_log_probabilities():
-    drawn = returned(logprobs_mode="processed", repetition_penalty=1.3)
-    assert named(pairs.sampling(repetition_penalty=1.3), drawn).name == "processed log-probabilities"
-
-
-def test_a_logit_bias_that_was_forgotten():
-    drawn = returned(logprobs_mode="processed", temperature=0.8)
-    how = pairs.sampling(logprobs_mode="processed", temperature=0.8, logit_bias={20: 3.0})
-    assert named(how, drawn).name == "logit bias not applied"
+@pytest.mark.parametrize(
+    ("drawn", "declared", "name"),
+    [
+        ({"logprobs_mode": "processed", **LIMITS}, LIMITS, "processed log-probabilities"),
+        (LIMITS, {"logprobs_mode": "processed", **LIMITS}, "raw log-probabilities"),
+        (
+            {"logprobs_mode": "processed", "top_p": 0.9},
+            {"logprobs_mode": "processed", "temperature": 0.7, "top_p": 0.9},
+            "temperature not applied",
+        ),
+        ({"logprobs_mode": "processed", "top_p": 0.9}, {}, "top_p=0.9"),
+        ({"logprobs_mode": "processed", "temperature": 1.37}, {}, "temperature 1.37"),
+        (
+            {"logprobs_mode": "processed", "repetition_penalty": 1.3},
+            {"repetition_penalty": 1.3},
+            "processed log-probabilities",
+        ),
+    ],
+)
+def test_sampling_that_is_not_what_was_declared_is_named(drawn, declared, name):
+    assert named(pairs.sampling(**declared), returned(**drawn)).name == name
 
 
 def test_log_probabilities_of_the_next_token():
     drawn = [replace(r, logprobs=[*r.logprobs[1:], -1.0]) for r in returned()]
     assert named(pairs.sampling(), drawn).name == "of the next token"
-
-
-def test_a_stop_token_that_one_side_does_not_count():
-    drawn = [replace(r, logprobs=[*r.logprobs[:-1], -30.0]) if r.finish == "stop" else r for r in returned(max_new_tokens=60)]
-    assert any(r.finish == "stop" for r in drawn)
-    assert named(pairs.sampling(), drawn).name == "stop token not counted"
-
-
-def test_a_cut_at_a_length():
-    drawn = []
-    for r in returned(max_new_tokens=60, stop=()):
-        kept = 64 - len(r.prompt)
-        drawn.append(replace(r, logprobs=[*r.logprobs[:kept], *([-40.0] * (len(r.completion) - kept))]))
-    assert named(pairs.sampling(), drawn).name == "cut at 64 tokens"
 
 
 def test_a_prompt_of_which_the_engine_reads_the_end_only():

@@ -35,7 +35,7 @@ def swapped(w):
         (WEIGHT.clone(), None),
         (WEIGHT.T.contiguous(), "transposed"),
         (swapped(WEIGHT), "permuted"),
-        (swapped(WEIGHT.T).T.contiguous(), "permuted"),
+        (WEIGHT[0], "shape"),
         (OTHER.clone(), "other_parameter"),
         (WEIGHT.bfloat16().float(), "cast"),
         (WEIGHT.to(torch.float8_e4m3fn).float(), "cast"),
@@ -73,10 +73,35 @@ def test_float16_and_bfloat16_of_one_source_are_no_difference_and_another_step_i
     assert kind_of((WEIGHT + 0.01 * OTHER).bfloat16(), WEIGHT.half(), torch.bfloat16) == "stale"
 
 
-def test_a_weight_that_was_quantized_to_integers_is_named():
-    scale = WEIGHT.abs().amax(-1, keepdim=True) / 127
-    found = compare({"w": WEIGHT}, [("w", (WEIGHT / scale).round() * scale)], torch.float32).differing[0]
-    assert (found.kind, found.says) == ("quantized", "was quantized to int8, one scale for each row")
+@pytest.mark.parametrize(
+    ("name", "largest", "group", "says"),
+    [
+        ("int8", 127, 48 * 32, "the whole"),
+        ("int8", 127, 32, "each row"),
+        ("int4", 7, 64, "each 64 values"),
+        ("float8_e4m3fn", 448, 48 * 32, "the whole"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_format_of_quantized_weights_is_named(dtype, name, largest, group, says):
+    """Made of the engine's own weights, which were rounded before."""
+    own = torch.cat([WEIGHT, OTHER, 2 * WEIGHT, 3 * OTHER], 1) if group == 64 else WEIGHT
+    x = own.to(dtype).float().reshape(-1, group)
+    top = x.abs().amax(1, keepdim=True)
+    made = x / top * largest
+    made = made.round() if name.startswith("int") else made.to(torch.float8_e4m3fn).float()
+    got = (made * top / largest).reshape(own.shape).to(dtype)
+    found = compare({"w": own}, [("w", got)], dtype).differing[0]
+    assert (found.kind, found.says) == ("quantized", f"was quantized to {name}, one scale for {says}")
+
+
+def test_a_missing_bias_and_a_missing_layer_are_named():
+    own = {f"layers.{i}.q.{name}": torch.randn(4) for i in range(3) for name in ("weight", "bias")}
+    without_bias = [(name, weight) for name, weight in own.items() if name != "layers.1.q.bias"]
+    (found,) = compare(own, without_bias, torch.float32).differing
+    assert (found.name, found.says) == ("layers.1.q.bias", "is missing: the engine computes without it")
+    found = compare(own, [(n, w) for n, w in own.items() if not n.startswith("layers.2.")], torch.float32).differing
+    assert [(d.name, d.kind) for d in found] == [("layers.2", "layer_missing")]
 
 
 def test_one_row_that_is_scaled_is_named_as_one_row():

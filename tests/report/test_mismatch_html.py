@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from shaketable.report.mismatch_html import page, ranges
+from shaketable.report.mismatch_html import page
 from tests.mismatch import pairs, planted
 
 EVIL = "<script>alert(1)</script>\"'&"
@@ -37,8 +37,3 @@ def test_a_page_without_an_engine():
     given = pairs.rollouts(pairs.engine(torch.bfloat16), count=3)
     text = page(run_stages(Question(pairs.trainer(), None, given, pairs.sampling(), {})))
     assert "recorded log-probabilities" in text
-
-
-def test_lanes_as_ranges():
-    assert ranges([0, 1, 2, 5, 7, 8]) == "0–2, 5, 7–8"
-    assert ranges(list(range(0, 20, 2))).endswith("(4 more ranges)")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ import typer
 from shaketable.cli.loading import load
 from shaketable.cli.outputs import OutputFiles, write
 from shaketable.cli.terminal import console, progress_bar, say, table_of
-from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption, PlanOutOption
+from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption
 from shaketable.errors import ShaketableError, nearest
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 MODES = ("raw", "processed")
 ENGINES = ("hf", "vllm")
-Progress = Callable[..., None]
-"""Called with the current step, and the share of the work that is done."""
 COLOR = {"LEGAL": "green", "DEFECT": "red", "INCONCLUSIVE": "yellow"}
 SHOWN = 6
 INDENT = 13
@@ -79,7 +77,6 @@ def mismatch(
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and sampling.")] = 0,
     json_file: JsonOption = None,
     html_file: HtmlOption = None,
-    plan_out: PlanOutOption = None,
     tokens_out: Annotated[
         Path | None, typer.Option("--rollouts-out", metavar="FILE", help="Write the sampled rollouts, for --rollouts.")
     ] = None,
@@ -96,8 +93,7 @@ def mismatch(
 
     shaketable mismatch smollm2-135m --engine hf --engine-args '{"dtype": "bfloat16"}' --task arithmetic -n 8
     """
-    others = [plan_out, tokens_out]
-    outputs = OutputFiles(json_file, html_file, others=others, reads=[tokens], force=force)
+    outputs = OutputFiles(json_file, html_file, others=[tokens_out], reads=[tokens], force=force)
     if logprobs not in MODES:
         raise ShaketableError(f"unknown --logprobs {logprobs!r}; {nearest(logprobs, MODES)}")
     arguments = _arguments(engine_args)
@@ -106,12 +102,14 @@ def mismatch(
     if engine is None and (task is not None or exact):
         why = "--task samples with an engine" if task is not None else "--exact compares the operators of two programs"
         raise ShaketableError(f"{why}: add --engine vllm or --engine hf")
+    from shaketable import __version__
     from shaketable.mismatch.engine import Sampling
     from shaketable.mismatch.exact import compare_bits
     from shaketable.mismatch.rollout_file import read_rollouts, write_rollouts
     from shaketable.mismatch.stages import Question, run_stages
     from shaketable.mismatch.trainer import Trainer
     from shaketable.models import load_model, quieten
+    from shaketable.report.mismatch_html import page
 
     quieten()
     own = Trainer(*load(model, device, dtype, attention), model)
@@ -125,7 +123,7 @@ def mismatch(
         repetition_penalty=repetition_penalty,
     )
     older = {name: dict(load_model(name)[0].named_parameters(remove_duplicate=False)) for name in earlier or []}
-    with progress_bar(total=100) as (bar, _):
+    with progress_bar(total=100) as (bar, _), ExitStack() as stack:
 
         def progress(text: str, done: float | None = None) -> None:
             bar(description=text, completed=None if done is None else 100 * done)
@@ -134,18 +132,26 @@ def mismatch(
         prompts: list[list[int]] = []
         if task is not None:
             prompts, sampling = _prompts(own, task, n, max_new_tokens, sampling)
-        with _started(engine, model, arguments, progress) as opened:
-            if opened is not None and task is not None:
+        opened: RolloutEngine | None = None
+        if engine is not None:
+            progress(f"starting {engine}")
+            opened = stack.enter_context(closing(open_engine(engine, model, arguments)))
+            if task is not None:
                 progress(f"sampling {len(prompts)} completions")
                 rollouts = opened.sample(prompts, sampling)
-            if tokens_out is not None:
-                write(tokens_out, write_rollouts(rollouts))
-            found = run_stages(Question(own, opened, rollouts, sampling, older, recorded), progress)
-            if exact and opened is not None and found.died is None:
-                progress("bits of every operator", 0.95)
-                found.exact = compare_bits(own, opened, [r for r in rollouts if r.completion], recorded)
-    _sign(found, model)
-    _write(found, outputs, plan_out)
+        if tokens_out is not None:
+            write(tokens_out, write_rollouts(rollouts))
+        found = run_stages(Question(own, opened, rollouts, sampling, older, recorded), progress)
+        if exact and opened is not None and found.died is None:
+            progress("bits of every operator", 0.95)
+            found.exact = compare_bits(own, opened, [r for r in rollouts if r.completion], recorded)
+    found.command = shlex.join(["shaketable", *sys.argv[1:]])
+    found.date, found.version = datetime.now(UTC).isoformat(timespec="seconds"), __version__
+    if (advice := found.conclusion.next) is not None:
+        whole = advice.replace(f"shaketable mismatch {model} …", found.command)
+        found.conclusion = replace(found.conclusion, next=whole)
+    print_stages(found, console())
+    outputs.save(found.to_dict, lambda: page(found))
     raise typer.Exit(found.exit_code)
 
 
@@ -187,67 +193,25 @@ def open_engine(name: str, model: str, arguments: Mapping[str, Any]) -> RolloutE
     raise ShaketableError(f"unknown engine {name!r}; {nearest(name, ENGINES)}")
 
 
-@contextmanager
-def _started(name: str | None, model: str, arguments: dict[str, Any], progress: Progress) -> Iterator[RolloutEngine | None]:
-    if name is None:
-        yield None
-        return
-    progress(f"starting {name}")
-    opened = open_engine(name, model, arguments)
-    try:
-        yield opened
-    finally:
-        opened.close()
-
-
-def _sign(found: Mismatch, model: str) -> None:
-    """Note the command, the date and the version, and complete the next command with the options of this one."""
-    from shaketable import __version__
-
-    found.command = shlex.join(["shaketable", *sys.argv[1:]])
-    found.date, found.version = datetime.now(UTC).isoformat(timespec="seconds"), __version__
-    if (next_command := found.conclusion.next) is not None:
-        whole = next_command.replace(f"shaketable mismatch {model} …", found.command)
-        found.conclusion = replace(found.conclusion, next=whole)
-
-
-def _write(found: Mismatch, outputs: OutputFiles, plan_file: Path | None) -> None:
-    from shaketable.mismatch.shares import plan_text
-    from shaketable.report.mismatch_html import page
-
-    print_stages(found, console())
-    outputs.save(found.to_dict, lambda: page(found))
-    if plan_file is not None:
-        text = plan_text(found)
-        if text is None:
-            typer.echo(f"{plan_file} is not written: there is no difference that a plan could inject", err=True)
-        else:
-            write(plan_file, text)
-
-
 def print_stages(found: Mismatch, out: Console) -> None:
     """All stages and the verdict."""
-    from shaketable.report.mismatch_lines import STAGES, adding_up, lines
+    from shaketable.report.mismatch_lines import stage_lines
 
     engine, trainer = found.engine, found.trainer
     other = "recorded log-probabilities" if engine is None else f"{engine.engine} {engine.version}, {engine.dtype}"
     head = f"{trainer.model}, {trainer.dtype}, {trainer.attention} attention, against {other}"
     say(out, head)
-    text = lines(found)
-    for number, stage in enumerate(STAGES, 1):
-        say(out, f"{f'{number} {stage}':{INDENT}}{text[stage]}")
+    for number, (stage, _, text) in enumerate(stage_lines(found), 1):
+        say(out, f"{f'{number} {stage}':{INDENT}}{text}")
         for line in _details(found, stage):
             say(out, f"{'':{INDENT}}{line}", style="dim" if stage == "gap" else None)
         if stage == "floor":
-            rows = ((r.side, r.variant, f"{r.mean_abs:.2e}", f"{r.largest:.2e}", f"{r.k3:.2e}") for r in found.floor.rows)
-            out.print(_table(("side", "variant", "mean |Δ log p|", "largest", "k3"), rows))
+            rows = ((r.side, r.variant, f"{r.mean_abs:.2e}", f"{r.largest:.2e}") for r in found.floor.rows)
+            out.print(_table(("side", "variant", "mean |Δ log p|", "largest"), rows))
         if stage == "shares" and found.shares is not None and found.shares.families:
-            shares = (
-                (r.family, f"{r.share:.1%}", f"{r.low:.0%} to {r.high:.0%}", f"{r.kl:.2e}", f"{r.relative_error:.1e}")
-                for r in found.shares.families
-            )
-            out.print(_table(("family", "share", "95 %", "KL alone", "relative error"), shares))
-            say(out, f"{'':{INDENT}}{adding_up(found.shares)}")
+            families = found.shares.families
+            shares = ((r.family, f"{r.share:.1%}", f"{r.low:.0%} to {r.high:.0%}", f"{r.kl:.2e}") for r in families)
+            out.print(_table(("family", "share", "95 %", "KL alone"), shares))
     if found.exact is not None:
         _print_exact(found.exact, out)
     conclusion = found.conclusion

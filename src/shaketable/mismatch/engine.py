@@ -9,7 +9,7 @@ something raises `UnavailableError`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from shaketable.errors import ShaketableError
@@ -43,7 +43,6 @@ class Sampling:
     logprobs_mode: Literal["raw", "processed"] = "raw"
     """Of the model's own logits, or of what temperature, penalties, top-k and top-p made of them."""
     repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
     stop: tuple[int, ...] = ()
     """Token ids that end a completion; the one that did is its last token."""
 
@@ -56,7 +55,6 @@ class Rollout:
     completion: list[int]
     logprobs: list[float]
     """As the engine returned them, one for each token of the completion."""
-    finish: Literal["stop", "length"] = "length"
 
     @property
     def tokens(self) -> list[int]:

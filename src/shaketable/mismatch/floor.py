@@ -6,7 +6,8 @@ something that it must not depend on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -28,53 +29,42 @@ Logprobs = Sequence[Sequence[float]]
 
 
 def measure_floor(
-    trainer: Trainer,
-    engine: RolloutEngine | None,
+    side: Trainer | RolloutEngine,
     rollouts: Sequence[Rollout],
-    base: Logprobs,
+    base: Logprobs | None = None,
     rounding: Rounding | None = None,
-    decoded: Logprobs | None = None,
+    known: Mapping[str, Logprobs] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[Floor, list[Logprobs]]:
-    """The floor, and the engine's log-probabilities in each way of computing.
+    """The floor of one side, and its log-probabilities in each way of computing.
 
     Args:
-        trainer: One side.
-        engine: The other; None when only its log-probabilities are known.
-        rollouts: The rollouts that both read.
-        base: The trainer's log-probabilities as it computes them by default.
+        side: The trainer or the engine.
+        rollouts: The rollouts to read.
+        base: Its log-probabilities as it computes them by default; computed without.
         rounding: The scale of rounding; without it no row is judged.
-        decoded: The engine's log-probabilities decoded token by token, where they were computed before.
+        known: Its log-probabilities in variants that were computed before.
         progress: Called with the current step.
     """
-    rows: list[FloorRow] = []
-    unavailable: list[str] = []
-    ways: list[Logprobs] = []
-
-    def compare(side: Trainer | RolloutEngine, variant: str, one: Logprobs) -> Logprobs | None:
-        name = "trainer" if side is trainer else "engine"
+    name: Literal["trainer", "engine"] = "trainer" if isinstance(side, Trainer) else "engine"
+    if base is None:
+        progress(f"{name} reads the completions")
+        base = side.logprobs(rollouts)
+    floor, ways = Floor([], []), [base]
+    for variant in side.variants():
         progress(f"{name}, {variant}")
         try:
-            two = decoded if side is engine and variant == DECODE and decoded is not None else side.logprobs(rollouts, variant)
+            ways.append(known[variant] if known and variant in known else side.logprobs(rollouts, variant))
         except UnavailableError as error:
-            unavailable.append(f"{name}, {variant}: {error}")
-            return None
-        d = differences(two, one)
+            floor.unavailable.append(f"{name}, {variant}: {error}")
+            continue
+        d = differences(ways[-1], base)
         found, wrong, most = distance(d), "", 0
-        if any(np.isnan(x).any() for x in [*one, *two]):
+        if any(np.isnan(x).any() for x in [*base, *ways[-1]]):
             wrong = f"the {name} gives log-probabilities that are not numbers (NaN)"
         elif rounding is not None:
             if (judged := rounding.judge(d, raw=True)).too_large:
                 wrong = f"the {name} {DEPENDS.get(variant, f'gives other log-probabilities with {variant}')}: {judged.says}"
             most = int(np.argmax([np.mean(np.abs(x) / s) for x, s in zip(d, rounding.raw, strict=True)]))
-        rows.append(FloorRow(name, variant, found.mean_abs, found.largest, found.k3, wrong, most))  # type: ignore[arg-type]
-        return two
-
-    for variant in trainer.variants():
-        compare(trainer, variant, base)
-    if engine is not None:
-        progress("engine reads its own completions")
-        own = engine.logprobs(rollouts)
-        made = [compare(engine, variant, own) for variant in engine.variants()]
-        ways = [own, *(one for one in made if one is not None)]
-    return Floor(rows, unavailable), ways
+        floor.rows.append(FloorRow(name, variant, found.mean_abs, found.largest, wrong, most))
+    return floor, ways

@@ -5,8 +5,7 @@ With d = log p(engine) − log p(trainer) of tokens that the engine drew, both e
     k1 = mean d                     unbiased, and noisy: it can be negative
     k3 = mean (exp(−d) − 1 + d)     unbiased too, never negative, with less spread
 
-and exp(−d) is the ratio that policy gradients weigh or clip by. Intervals are of a bootstrap over rollouts, because tokens of
-one rollout are not independent; with fewer than five rollouts, over tokens, and the field `over` says so.
+and exp(−d) is the ratio that policy gradients weigh or clip by.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ from itertools import pairwise
 import numpy as np
 
 from shaketable.mismatch.engine import Rollout
-from shaketable.mismatch.results import Bucket, Deviation, Distance, Gap, MismatchInterval, WorstToken
+from shaketable.mismatch.results import Bucket, Deviation, Distance, Gap, WorstToken
 
 LOW, HIGH = 0.9, 1.1
 DRAWS = 1000
 WORST = 8
 FEWEST = 5
+"""Rollouts below which an interval is over tokens."""
 BUCKETS = 6
 Numbers = Sequence[float] | np.ndarray
 
@@ -52,29 +52,18 @@ def k3_of(d: np.ndarray) -> np.ndarray:
     return np.where(np.abs(d) < 1e-4, d * d / 2 - d**3 / 6, exact)
 
 
-def resample(parts: Sequence[np.ndarray], statistics: np.ndarray, draws: int, seed: int = 0) -> np.ndarray:
-    """Bootstrap: means per token of `statistics` (rows of sums, one for each part), over draws of the parts."""
-    sums = np.column_stack([statistics, [len(p) for p in parts]])
-    drawn = np.random.default_rng(seed).integers(0, len(sums), (draws, len(sums)))
-    totals = sums[drawn].sum(1)
-    found: np.ndarray = totals[:, :-1] / totals[:, -1:]
-    return found
+def mean_interval(parts: Sequence[np.ndarray], certain: float = 0.975) -> tuple[float, float]:
+    """Interval of the mean over all tokens, by a bootstrap over rollouts, or over tokens where there are few rollouts.
 
-
-def blocks(d: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What a bootstrap draws: rollouts, or tokens where there are few rollouts."""
-    return list(d) if len(d) >= FEWEST else [np.array([x]) for x in np.concatenate(list(d))]
-
-
-def interval(d: Sequence[np.ndarray]) -> MismatchInterval:
-    """95 % of mean k1 and k3."""
-    kept = [finite for x in d if len(finite := x[np.isfinite(x)])]
-    if not kept:
-        return MismatchInterval("tokens")
-    over, parts = "rollouts" if len(kept) >= FEWEST else "tokens", blocks(kept)
-    means = resample(parts, np.array([[p.sum(), k3_of(p).sum()] for p in parts]), DRAWS)
-    (low1, low3), (high1, high3) = np.quantile(means, (0.025, 0.975), axis=0).tolist()
-    return MismatchInterval(over, (low1, high1), (low3, high3))  # type: ignore[arg-type]
+    Args:
+        parts: The values of each rollout.
+        certain: How likely the mean is below the upper end, and above the lower one.
+    """
+    blocks = list(parts) if len(parts) >= FEWEST else np.concatenate(list(parts))[:, None]
+    sums, lengths = np.array([b.sum() for b in blocks]), np.array([len(b) for b in blocks])
+    drawn = np.random.default_rng(0).integers(0, len(sums), (DRAWS, len(sums)))
+    low, high = np.quantile(sums[drawn].sum(1) / lengths[drawn].sum(1), (1 - certain, certain))
+    return float(low), float(high)
 
 
 def measure_gap(
@@ -83,7 +72,7 @@ def measure_gap(
     judged: Deviation,
     words: Callable[[int], str] | None = None,
 ) -> Gap:
-    """The gap with its worst tokens, by position and by length.
+    """The gap with its worst tokens, and by position.
 
     Args:
         rollouts: With the engine's own log-probabilities.
@@ -92,16 +81,18 @@ def measure_gap(
         words: Turns a token id into text.
     """
     d = differences([r.logprobs for r in rollouts], trainer)
-    lengths = sorted(len(x) for x in d)
-    positions = {round(e) for e in np.linspace(0, lengths[-1], min(BUCKETS, lengths[-1]) + 1)}
-    quarters = {lengths[round(q * (len(lengths) - 1))] for q in (0, 0.25, 0.5, 0.75)} | {lengths[-1] + 1}
+    longest = max(len(x) for x in d)
+    edges = sorted({round(e) for e in np.linspace(0, longest, min(BUCKETS, longest) + 1)})
+    buckets = [(a, b, distance([x[a:b] for x in d if len(x) > a])) for a, b in pairwise(edges)]
+    possible = [k3_of(x[np.isfinite(x)]) for x in d if np.isfinite(x).any()]
+    low, high = mean_interval(possible) if possible else (0.0, 0.0)
     return Gap(
         **vars(distance(d)),
         rollouts=len(rollouts),
-        interval=interval(d),
+        k3_interval=(max(low, 0.0), high),
+        interval_over="rollouts" if len(possible) >= FEWEST else "tokens",
         worst=_worst(rollouts, d, words),
-        by_position=[_bucket(a, b, [x[a:b] for x in d if len(x) > a]) for a, b in pairwise(sorted(positions))],
-        by_length=[_bucket(a, b, [x for x in d if a <= len(x) < b]) for a, b in pairwise(sorted(quarters))],
+        by_position=[Bucket(a, b - 1, found.tokens, found.mean_abs) for a, b, found in buckets],
         judged=judged,
     )
 
@@ -114,7 +105,3 @@ def _worst(rollouts: Sequence[Rollout], d: Sequence[np.ndarray], words: Callable
         trainer = engine - float(d[r][t]) if np.isfinite(d[r][t]) else None
         found.append(WorstToken(r, t, token, None if words is None else words(token), engine, trainer))
     return found
-
-
-def _bucket(first: int, end: int, part: Sequence[np.ndarray]) -> Bucket:
-    return Bucket(**vars(distance(part)), first=first, last=end - 1)

@@ -128,8 +128,8 @@ class HFEngine:
             mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], 1)
             place = place[:, -1:] + 1
         return [
-            Rollout(prompt, [token for token, _ in row], [logprob for _, logprob in row], "stop" if end else "length")
-            for prompt, row, end in zip(prompts, drawn, ended, strict=True)
+            Rollout(prompt, [token for token, _ in row], [logprob for _, logprob in row])
+            for prompt, row in zip(prompts, drawn, strict=True)
         ]
 
     def logprobs(self, rollouts: Sequence[Rollout], variant: str | None = None) -> list[list[float]]:

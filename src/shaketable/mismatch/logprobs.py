@@ -90,7 +90,7 @@ def prefixes(rollout: Rollout) -> list[list[int]]:
 def processed(logits: Tensor, sampling: Sampling, before: Sequence[Sequence[int]]) -> Tensor:
     """Logits (rows, vocabulary) as tokens are drawn from them, in float32 at least, by transformers' own processors.
 
-    The order is that of vLLM and of transformers: penalty, bias, temperature, top-k, top-p.
+    The order is that of vLLM and of transformers: penalty, temperature, top-k, top-p.
 
     Args:
         logits: The model's.
@@ -104,8 +104,6 @@ def processed(logits: Tensor, sampling: Sampling, before: Sequence[Sequence[int]
         longest = max(len(tokens) for tokens in before)
         seen = torch.tensor([[*tokens, *[tokens[0]] * (longest - len(tokens))] for tokens in before])
         x = hf.RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))(seen, x)
-    for token, bias in sampling.logit_bias.items():
-        x = x.index_add(1, torch.tensor([token]), torch.full((len(x), 1), bias, dtype=x.dtype))
     if sampling.temperature not in (0.0, 1.0):
         x = hf.TemperatureLogitsWarper(float(sampling.temperature))(None, x)
     if 0 < sampling.top_k < x.shape[-1]:

@@ -29,8 +29,6 @@ from shaketable.numerics.decoder_operators import EXACT, LEAST, SIGMAS, TF32, De
 from shaketable.numerics.intervals import UNIT, Allowed, Around, host_arithmetic
 
 LOWER = (torch.bfloat16, torch.float16)
-FEWEST = 4
-"""Right and wrong tokens below which a fault of one expert cannot be told from one of all."""
 PRODUCTS = ("linear", "lm_head", "router", "attention")
 GAINS = 32
 """Tokens below which a gain of experts is not judged."""
@@ -56,9 +54,8 @@ class _Judged:
     """Of experts, (tokens, 2): the products of errors and of values with the values, of each token."""
 
     def fault(self) -> OperatorFault:
-        name, kind, layer = self.call.name, self.call.kind, self.call.layer
-        counts = self.values, self.outside, sorted(self.lanes), self.lanes_of
-        return OperatorFault(name, kind, layer, self.phase, *counts, self.looks_like, self.text)
+        lanes = sorted(self.lanes)
+        return OperatorFault(self.call.name, self.call.kind, self.phase, lanes, self.lanes_of, self.looks_like, self.text)
 
 
 class Judge:
@@ -149,8 +146,7 @@ class Judge:
             if is_inside(replace(call, inputs=inputs)):
                 return f"positions off by {shift:+d}"
         if call.kind == "experts":
-            alone = wrong_experts(own.experts_of(call), outside.any(1))
-            return f"a fault of expert {alone[0]}" if len(alone) == 1 else "wrong experts, or wrong weights of them"
+            return "wrong experts, or wrong weights of them"
         low, high = allowed.ends(outside)
         return fault_class(call.flat, low, high, outside)
 
@@ -163,9 +159,8 @@ class Judge:
         """By kind: how many operators and values were judged, and how many lie outside."""
         found: dict[str, KindCount] = {}
         for row in self.rows.values():
-            one, wrong = found.get(row.call.kind, KindCount()), bool(row.outside or row.looks_like)
-            values, outside = one.values + row.values, one.outside + row.outside
-            found[row.call.kind] = KindCount(one.operators + 1, values, outside, one.wrong + wrong)
+            one = found.get(row.call.kind, KindCount())
+            found[row.call.kind] = KindCount(one.operators + 1, one.values + row.values, one.outside + row.outside)
         return found
 
     def reasons(self) -> list[str]:
@@ -218,26 +213,6 @@ def layers_of(absent: Sequence[str], names: Iterable[str]) -> list[str]:
         layer = None if at is None else ".".join(words[: at + 1])
         if layer and layer not in found and all(n in absent for n in names if n.startswith(f"{layer}.")):
             found.append(layer)
-    return found
-
-
-def wrong_experts(experts: Tensor, wrong: Tensor) -> list[int]:
-    """The fewest experts that every wrong token was sent to, and no right token; empty where there are none.
-
-    Args:
-        experts: Those that each token was sent to, (T, k).
-        wrong: Which tokens are wrong, (T).
-    """
-    found: list[int] = []
-    if min(int(wrong.sum()), int((~wrong).sum())) < FEWEST:
-        return found
-    right, left = set(experts[~wrong].flatten().tolist()), experts[wrong]
-    while len(left):
-        counts = {e: int((left == e).sum()) for e in sorted(set(left.flatten().tolist()) - right)}
-        if not counts:
-            return []
-        found.append(max(counts, key=lambda e: counts[e]))
-        left = left[(left != found[-1]).all(1)]
     return found
 
 

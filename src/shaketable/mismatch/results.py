@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-SCHEMA = 4
+SCHEMA = 5
 MEAN, LARGEST = 1.5, 10.0
 """Times what rounding makes, in the mean and of one token: what a difference may be."""
 
@@ -97,15 +97,6 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class MismatchInterval:
-    """95 % of mean k1 and k3, by a bootstrap over rollouts, or over tokens where there are few rollouts."""
-
-    over: Literal["rollouts", "tokens"]
-    k1: tuple[float, float] = (0.0, 0.0)
-    k3: tuple[float, float] = (0.0, 0.0)
-
-
-@dataclass(frozen=True)
 class WorstToken:
     """A token with one of the largest gaps."""
 
@@ -119,11 +110,13 @@ class WorstToken:
 
 
 @dataclass(frozen=True)
-class Bucket(Distance):
-    """Tokens in a range of positions, or of completions in a range of lengths; both ends belong to it."""
+class Bucket:
+    """Tokens in a range of positions; both ends belong to it."""
 
     first: int
     last: int
+    tokens: int
+    mean_abs: float
 
 
 @dataclass(frozen=True)
@@ -131,10 +124,12 @@ class Gap(Distance):
     """Stage 1: the returned log-probabilities against the trainer's."""
 
     rollouts: int
-    interval: MismatchInterval
+    k3_interval: tuple[float, float]
+    """95 %."""
+    interval_over: Literal["rollouts", "tokens"]
+    """Tokens where there are few rollouts."""
     worst: list[WorstToken]
     by_position: list[Bucket]
-    by_length: list[Bucket]
     judged: Deviation
 
 
@@ -155,7 +150,6 @@ class FloorRow:
     variant: str
     mean_abs: float
     largest: float
-    k3: float
     wrong: str
     """Why rounding does not explain it; empty where it does."""
     most: int
@@ -214,11 +208,9 @@ class ParameterDifference:
 
     name: str
     kind: str
-    """layer_missing, missing, extra, finer, shape, other_parameter,
+    """layer_missing, missing, finer, shape, other_parameter,
     transposed, permuted, earlier, scaled, cast, quantized, stale, other_values."""
     says: str
-    differing: int = 0
-    values: int = 0
 
 
 @dataclass(frozen=True)
@@ -255,10 +247,7 @@ class OperatorFault:
 
     name: str
     kind: str
-    layer: int | None
     phase: str
-    values: int
-    outside: int
     lanes: list[int]
     lanes_of: int
     looks_like: str
@@ -267,19 +256,17 @@ class OperatorFault:
 
 @dataclass(frozen=True)
 class KindCount:
-    """Operators of one kind: how many were judged, and how many are wrong."""
+    """Operators of one kind that were judged, their values, and how many of these lie outside of their intervals."""
 
     operators: int = 0
     values: int = 0
     outside: int = 0
-    wrong: int = 0
 
 
 @dataclass(frozen=True)
 class OperatorResults:
     """Stage 7: every operator against its rounding interval."""
 
-    phases: list[str]
     rollouts: int
     tokens: int
     kinds: dict[str, KindCount]
@@ -304,9 +291,6 @@ class FamilyShare:
     share: float
     low: float
     high: float
-    leads: float
-    """Share of bootstrap draws in which no other family has more."""
-    relative_error: float
 
 
 @dataclass(frozen=True)
@@ -314,17 +298,22 @@ class Shares:
     """Stage 8: the operators' differences, put into the trainer."""
 
     families: list[FamilyShare]
+    """Those with the largest share first."""
     kl: float
     tokens: int
     together: float | None
     """KL of all differences together over the sum of the families' own."""
     explained: float
     """How much of the gap, token by token, all differences together explain."""
-    plan: list[str]
     closure: Deviation | None = None
     """The returned numbers against the trainer's with all differences put in."""
     rest_alike: bool = True
     """Whether rollouts whose operators were not recorded have a gap like those which were."""
+
+    @property
+    def leaders(self) -> list[str]:
+        """The family with the largest share, and those whose intervals overlap its own."""
+        return [row.family for row in self.families if row.high >= self.families[0].low]
 
 
 @dataclass

@@ -18,7 +18,7 @@ tokens were drawn, so such a file is refused in a line that says what to write i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,37 +35,28 @@ def read_rollouts(path: Path, limit: int | None = None) -> list[Rollout]:
     """The rollouts of a file, the first `limit` of them."""
     if path.suffix == ".parquet":
         raise ShaketableError(f"{path} is a table of texts, without token ids and log-probabilities; {WANTED}, as .jsonl")
-    found = []
-    for number, line in _lines(path):
-        found.append(_rollout(line, f"{path}, line {number}"))
-        if limit is not None and len(found) == limit:
-            break
+    found: list[Rollout] = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):
+                if len(found) == limit:
+                    break
+                if text.strip():
+                    found.append(_rollout(text, f"{path}, line {number}"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ShaketableError(f"cannot read {path}: {error}") from None
     if not found:
         raise ShaketableError(f"{path} holds no rollouts; {WANTED}")
     return found
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rollout(text: str, where: str) -> Rollout:
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, _object(line, f"{path}, line {number}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ShaketableError(f"cannot read {path}: {error}") from None
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
+        line = json.loads(text)
     except ValueError as error:
         raise ShaketableError(f"{where} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(line, dict):
         raise ShaketableError(f"{where} is not a JSON object; {WANTED}")
-    return found
-
-
-def _rollout(line: dict[str, Any], where: str) -> Rollout:
     if "token_loss_mask" in line:
         line = _from_whole_sequence(line, where)
     if isinstance(outputs := line.get("outputs"), list) and outputs and isinstance(outputs[0], dict):
@@ -85,7 +76,7 @@ def _rollout(line: dict[str, Any], where: str) -> Rollout:
     whole = line.get("attention_mask")
     prompt = _masked(prompt, line.get("prompt_mask") if whole is None else whole[: len(prompt)], "prompt", where)
     completion, own = (_masked(values, kept, "completion", where) for values in (completion, own))
-    return Rollout(prompt, completion, own, "stop" if line.get("finish") == "stop" else "length")
+    return Rollout(prompt, completion, own)
 
 
 def _from_whole_sequence(line: dict[str, Any], where: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ A log-probability can be of the model's own logits or of what the sampler made o
 without its first token. Each such hypothesis is judged token by token: its loss is log(1 + z²), with z the difference over the
 scale of rounding of that token, so that a few impossible tokens do not decide.
 
-It **wins** when it leaves at most LEAVES of the mean difference, and the lower end of a bootstrap of the paired improvement is
+It **wins** when it leaves at most LEAVES of the mean difference, and the lower end of the interval of the paired improvement is
 above zero; or when nothing in it was fitted and it leaves only rounding of a gap that is more. It is **named** when it leaves
 only rounding, or a small part of the gap. The simplest comes first; a later one must be better for certain.
 """
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from shaketable.mismatch.engine import Rollout, Sampling
-from shaketable.mismatch.gap import DRAWS, FEWEST, blocks, differences, resample
+from shaketable.mismatch.gap import FEWEST, differences, mean_interval
 from shaketable.mismatch.logprobs import expected, prefixes, processed
-from shaketable.mismatch.results import LARGEST, HypothesisFit, Semantics
+from shaketable.mismatch.results import HypothesisFit, Semantics
 from shaketable.mismatch.rounding import FEW, SMALLEST, judge
 from shaketable.mismatch.trainer import Trainer
 
@@ -37,21 +37,22 @@ ENOUGH, FITTED = 8, 32
 """Tokens below which a hypothesis, and one with a fitted value, proves nothing."""
 IMPOSSIBLE = 10.0
 """Nats: by how much a token counts as off to which a hypothesis gives no probability."""
-TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.7)
-FINER = (0.03, 0.01, 0.003, 0.001)
-VALUES: dict[str, tuple[float, ...]] = {
+TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.7, 2.0)
+"""Where the best temperature is looked for first."""
+TRUNCATIONS: dict[str, tuple[float, ...]] = {
     "": (0.0,),
     "top_p": tuple(round(0.3 + 0.01 * i, 2) for i in range(70)),
     "top_k": (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 40, 50, 64, 100, 200),
 }
 """By kind of truncation, the values that are tried with each temperature."""
 COLUMNS = 4096
-"""Likeliest tokens that hold a nucleus of 0.99, nearly always."""
+"""Tokens of the largest nucleus that is tried."""
 PROBED = 32
 """Tokens on which another prompt must fit better before all rollouts are read with it."""
-CUTS = tuple(2**n for n in range(2, 16))
-SHIFTS = {1: "next token", -1: "previous token", 2: "token after the next", -2: "token before the previous"}
-STEPS = ("temperature", "top_p", "top_k", "repetition_penalty", "logit_bias")
+LENGTHS = tuple(2**n for n in range(2, 16))
+"""Tokens of a prompt that an engine may have kept."""
+SHIFTS = {1: "next token", -1: "previous token"}
+STEPS = ("temperature", "top_p", "top_k", "repetition_penalty")
 RAW = Sampling(1)
 Differences = list[np.ndarray]
 
@@ -64,12 +65,9 @@ class Hypothesis:
     says: str
     """What is then true of the engine, for the verdict."""
     differences: Callable[[], Differences]
-    """Engine minus trainer, of every token; NaN where it says nothing of a token, empty where it does not apply."""
+    """Engine minus trainer, of every token; empty where the hypothesis does not apply."""
     is_fitted: bool = False
     """Whether a value in it was chosen to fit; such a hypothesis needs more tokens than the few that it can be fitted to."""
-
-
-NOTHING = Hypothesis("", "", list)
 
 
 def try_hypotheses(
@@ -96,30 +94,29 @@ def try_hypotheses(
         of_engine: Whether the logits are the engine's own; other prompts are then not tried.
     """
     some = examined(rollouts)
-    case = _Case(trainer, some, list(logits), sampling, list(scale[: len(some)]), edges, like)
+    case = _Case(trainer, some, list(logits), sampling, list(scale[: len(some)]), edges)
     base = case.against(sampling)
     before = found if np.isfinite(found := _mean_abs(base)) else IMPOSSIBLE
     base_loss, declared_fits = case.loss(base), _is_rounding(base, case.scale)
+    tokens = sum(len(x) for x in base)
     rows: list[HypothesisFit] = []
     best: HypothesisFit | None = None
     best_loss: Differences = []
-    for hypothesis in case.hypotheses(with_prompts=not of_engine):
-        name, says, d = hypothesis.name, hypothesis.says, hypothesis.differences()
-        if not d or all(np.isnan(x).all() for x in d):
+    for hypothesis in _hypotheses(case, like, with_prompts=not of_engine):
+        if not (d := hypothesis.differences()):
             continue
         if not np.isfinite(left := _mean_abs(d)):
-            rows.append(HypothesisFit(name, says, None))
+            rows.append(HypothesisFit(hypothesis.name, hypothesis.says, None))
             continue
         loss = case.loss(d)
-        low, high = gain(base_loss, loss)
+        low, high = _gain(base_loss, loss)
         at_floor = _is_rounding(d, case.scale)
         settles = at_floor and not declared_fits and not hypothesis.is_fitted
-        enough = before > SMALLEST and sum(len(x) for x in d) >= (FITTED if hypothesis.is_fitted else ENOUGH)
+        enough = before > SMALLEST and tokens >= (FITTED if hypothesis.is_fitted else ENOUGH)
         wins = bool((low > 0 or settles) and left <= LEAVES * before and enough)
-        rows.append(
-            HypothesisFit(name, says, left, (low, high), wins, at_floor, wins and (at_floor or left <= EXPLAINS * before))
-        )
-        if high > 0 and (best is None or gain(best_loss, loss)[0] > 0 or (wins and not best.wins)):
+        is_named = wins and (at_floor or left <= EXPLAINS * before)
+        rows.append(HypothesisFit(hypothesis.name, hypothesis.says, left, (low, high), wins, at_floor, is_named))
+        if high > 0 and (best is None or _gain(best_loss, loss)[0] > 0 or (wins and not best.wins)):
             best, best_loss = rows[-1], loss
     return Semantics(before, sum(len(r.completion) for r in some), best, rows)
 
@@ -138,12 +135,9 @@ def keep_examined(logits: Iterable[Tensor], rollouts: Sequence[Rollout], kept: l
         yield x
 
 
-def gain(before: Differences, after: Differences) -> tuple[float, float]:
-    """Interval of the mean improvement of a loss, by a bootstrap over rollouts, or over tokens where there are few."""
-    parts = blocks([b - a for b, a in zip(before, after, strict=True)])
-    means = resample(parts, np.array([[p.sum()] for p in parts]), DRAWS)
-    low, high = np.quantile(means[:, 0], (1 - CERTAIN, CERTAIN))
-    return float(low), float(high)
+def _gain(before: Differences, after: Differences) -> tuple[float, float]:
+    """Interval of the mean improvement of a loss."""
+    return mean_interval([b - a for b, a in zip(before, after, strict=True)], CERTAIN)
 
 
 def _is_rounding(d: Differences, scale: Sequence[np.ndarray]) -> bool:
@@ -152,7 +146,7 @@ def _is_rounding(d: Differences, scale: Sequence[np.ndarray]) -> bool:
     if not any(len(x) for x, _ in kept):
         return False
     found = judge([x for x, _ in kept], [s for _, s in kept])
-    return found.explained and sum(int(np.isinf(x).sum()) for x in d) <= max(1, FEW * found.tokens)
+    return found.explained and sum(len(x) for x in d) - found.tokens <= max(1, FEW * found.tokens)
 
 
 def _mean_abs(d: Differences) -> float:
@@ -162,15 +156,14 @@ def _mean_abs(d: Differences) -> float:
 
 
 def _loss(d: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """log(1 + z²), z in units of rounding; a token that a hypothesis says nothing of counts as two."""
-    off = np.where(np.isfinite(d), np.abs(d), np.where(np.isnan(d), 2 * scale, IMPOSSIBLE))
-    found: np.ndarray = np.log1p((off / scale) ** 2)
+    """log(1 + z²), z in units of rounding."""
+    found: np.ndarray = np.log1p((np.where(np.isfinite(d), np.abs(d), IMPOSSIBLE) / scale) ** 2)
     return found
 
 
 @dataclass
 class _Case:
-    """The rollouts of this stage with their logits, and the hypotheses about them."""
+    """The rollouts of this stage with their logits."""
 
     trainer: Trainer
     rollouts: list[Rollout]
@@ -178,7 +171,6 @@ class _Case:
     sampling: Sampling
     scale: Differences
     edges: Sequence[Sequence[bool]]
-    like: float
 
     def __post_init__(self) -> None:
         self.engine = [np.asarray(r.logprobs) for r in self.rollouts]
@@ -189,6 +181,7 @@ class _Case:
         self.found: dict[str, Differences] = {}
 
     def loss(self, d: Differences) -> Differences:
+        """Of every token; of the first rollouts where there are only these."""
         return [w * _loss(x, s) for x, s, w in zip(d, self.scale, self.weight, strict=False)]
 
     def against(self, sampling: Sampling) -> Differences:
@@ -199,221 +192,83 @@ class _Case:
             self.found[terms] = differences(self.engine, own)
         return self.found[terms]
 
-    def hypotheses(self, with_prompts: bool) -> Iterator[Hypothesis]:
-        """The simplest first."""
-        yield from self._processing()
-        yield from self._misplaced()
-        if with_prompts:
-            for name, says, prompts in _prompts(self.trainer.tokenizer, [r.prompt for r in self.rollouts]):
-                yield Hypothesis(name, says, lambda prompts=prompts: self._reread(prompts))  # type: ignore[misc]
-        yield from self._fitted()
+    def reread(self, prompts: list[list[int]]) -> Differences:
+        """With other prompts; of a few rollouts first, and impossible where these fit no better."""
 
-    def _sampled(self, name: str, says: str, sampling: Sampling, is_fitted: bool = False) -> Hypothesis:
-        sampling = replace(sampling, logprobs_mode="processed")
-        return Hypothesis(name, says, lambda: self.against(sampling), is_fitted)
+        def read(some: list[Rollout]) -> Differences:
+            own = [expected(x, r, self.sampling) for r, x in zip(some, self.trainer.logits(some), strict=True)]
+            return differences(self.engine[: len(some)], own)
 
-    def _processing(self) -> Iterator[Hypothesis]:
-        """Raw, processed, or processed but for one step."""
-        s, neutral = self.sampling, _neutral(self.sampling)
-        on = {step.replace("_", " "): step for step in STEPS if getattr(s, step) != getattr(neutral, step)}
-        raw = "the engine returns raw log-probabilities, of the model's own logits"
-        yield Hypothesis("raw log-probabilities", raw, lambda: self.against(RAW))
-        steps = ", ".join(on) or "no step"
-        yield self._sampled("processed log-probabilities", f"the engine returns processed log-probabilities ({steps})", s)
-        for name, step in on.items():
-            says = f"the engine's log-probabilities are processed, but without {name}"
-            yield self._sampled(f"{name} not applied", says, replace(s, **{step: getattr(neutral, step)}))
+        some = [replace(r, prompt=p) for r, p in zip(self.rollouts, prompts, strict=True)]
+        few = int((np.cumsum([len(r.completion) for r in some]) < PROBED).sum()) + 1
+        other, declared = (np.concatenate(self.loss(d[:few])).sum() for d in (read(some[:few]), self.against(self.sampling)))
+        return read(some) if other < declared else [np.full(len(r.completion), np.inf) for r in some]
 
-    def _misplaced(self) -> Iterator[Hypothesis]:
-        """Another base, log-probabilities at the wrong token or rollout, and tokens that one side does not count."""
-        d = self.against(self.sampling)
-        trainer = [e - x for e, x in zip(self.engine, d, strict=True)]
-        for base, word in ((2, "two"), (10, "ten")):
-            says = f"the engine's logarithms are to the base of {word}"
-            natural = differences([e * np.log(base) for e in self.engine], trainer)
-            yield Hypothesis(f"to the base of {word}", says, lambda natural=natural: natural)  # type: ignore[misc]
-        for shift, what in SHIFTS.items():
-            if all(len(x) > 2 * abs(shift) for x in d):
-                says = f"the log-probability at each token is that of the {what}"
-                yield Hypothesis(f"of the {what}", says, lambda shift=shift: self._shifted(shift, trainer))  # type: ignore[misc]
-        if len(self.rollouts) > 1:
-            says = "the log-probabilities are those of another rollout"
-            yield Hypothesis("of another rollout", says, lambda: self._exchanged(trainer))
-        stops = [int(r.finish == "stop") for r in self.rollouts]
-        if any(stops):
-            says = "the stop token is counted on one side only: all other tokens agree"
-            yield Hypothesis("stop token not counted", says, lambda: _apart(d, self.scale, stops))
-        for cut in CUTS:
-            beyond = [max(0, len(r.tokens) - cut) for r in self.rollouts]
-            if any(beyond) and any(len(r.prompt) < cut for r in self.rollouts):
-                says = f"sequences are cut at {cut} tokens on one side"
-                yield Hypothesis(f"cut at {cut} tokens", says, lambda n=beyond: _apart(d, self.scale, n))  # type: ignore[misc]
 
-    def _shifted(self, shift: int, trainer: Differences) -> Differences:
-        found = differences(self.engine, trainer)
-        for moved, engine, own in zip(found, self.engine, trainer, strict=True):
-            n = abs(shift)
-            if shift > 0:
-                moved[:-n] = engine[:-n] - own[n:]
-            else:
-                moved[n:] = engine[n:] - own[:-n]
+# ---- the hypotheses, the simplest first
+
+
+def _hypotheses(case: _Case, like: float, with_prompts: bool) -> Iterator[Hypothesis]:
+    yield from _processing(case)
+    yield from _misplaced(case)
+    for name, says, prompts in _prompts(case.trainer.tokenizer, [r.prompt for r in case.rollouts]) if with_prompts else ():
+        yield Hypothesis(name, says, lambda prompts=prompts: case.reread(prompts))  # type: ignore[misc]
+    yield from _fitted(case, like)
+
+
+def _sampled(case: _Case, name: str, says: str, sampling: Sampling, is_fitted: bool = False) -> Hypothesis:
+    """Processed log-probabilities under another sampling."""
+    sampling = replace(sampling, logprobs_mode="processed")
+    return Hypothesis(name, says, lambda: case.against(sampling), is_fitted)
+
+
+def _processing(case: _Case) -> Iterator[Hypothesis]:
+    """Raw, processed, processed but for one step, or by the checkpoint's own defaults, which engines may take over."""
+    declared, neutral = case.sampling, _neutral(case.sampling)
+    steps = [step for step in STEPS if getattr(declared, step) != getattr(neutral, step)]
+    raw = "the engine returns raw log-probabilities, of the model's own logits"
+    yield Hypothesis("raw log-probabilities", raw, lambda: case.against(RAW))
+    words = ", ".join(steps).replace("_", " ") or "no step"
+    says = f"the engine returns processed log-probabilities ({words})"
+    yield _sampled(case, "processed log-probabilities", says, declared)
+    for step in steps:
+        name = step.replace("_", " ")
+        says = f"the engine's log-probabilities are processed, but without {name}"
+        yield _sampled(case, f"{name} not applied", says, replace(declared, **{step: getattr(neutral, step)}))
+    config = getattr(case.trainer.model, "generation_config", None)
+    defaults = {step: value for step in STEPS if (value := getattr(config, step, None)) is not None}
+    if (own := replace(neutral, **defaults)) != neutral:
+        says = ", ".join(f"{step} {getattr(own, step):g}" for step in STEPS if getattr(own, step) != getattr(neutral, step))
+        yield _sampled(case, "the checkpoint's generation defaults", f"the checkpoint's defaults are used: {says}", own)
+
+
+def _misplaced(case: _Case) -> Iterator[Hypothesis]:
+    """Log-probabilities at the wrong token or rollout."""
+    engine = case.engine
+    trainer = [e - x for e, x in zip(engine, case.against(case.sampling), strict=True)]
+
+    def shifted(shift: int) -> Differences:
+        found = differences(engine, trainer)
+        here, there = slice(max(-shift, 0), -shift if shift > 0 else None), slice(max(shift, 0), shift if shift < 0 else None)
+        for moved, e, own in zip(found, engine, trainer, strict=True):
+            moved[here] = e[here] - own[there]
         return found
 
-    def _exchanged(self, trainer: Differences) -> Differences:
-        """Every rollout with the numbers of the one that fits best, where that is another."""
-        found, moved = differences(self.engine, trainer), 0
+    for shift, what in SHIFTS.items():
+        if all(len(x) > 2 * abs(shift) for x in engine):
+            says = f"the log-probability at each token is that of the {what}"
+            yield Hypothesis(f"of the {what}", says, lambda shift=shift: shifted(shift))  # type: ignore[misc]
+
+    def exchanged() -> Differences:
+        """Every rollout with the numbers of the one that fits best; empty where each has its own."""
+        found, moved = differences(engine, trainer), False
         for i, own in enumerate(trainer):
-            fits = [(float(np.abs(e[: len(own)] - own[: len(e)]).mean()), j) for j, e in enumerate(self.engine)]
-            best = min(fits)[1]
-            n, moved = min(len(own), len(self.engine[best])), moved + (best != i)
-            found[i][:n] = self.engine[best][:n] - own[:n]
+            best = min(range(len(engine)), key=lambda j: float(np.abs(engine[j][: len(own)] - own[: len(engine[j])]).mean()))
+            n, moved = min(len(own), len(engine[best])), moved or best != i
+            found[i][:n] = engine[best][:n] - own[:n]
         return found if moved else []
 
-    def _reread(self, prompts: list[list[int]]) -> Differences:
-        """With other prompts; of a few rollouts first, and impossible where these fit no better."""
-        some = [replace(r, prompt=p) for r, p in zip(self.rollouts, prompts, strict=True)]
-        count = int((np.cumsum([len(r.completion) for r in some]) < PROBED).sum()) + 1
-        losses = [np.concatenate(self.loss(d[:count])).sum() for d in (self._read(some[:count]), self.against(self.sampling))]
-        if count < len(some) and losses[0] >= losses[1]:
-            return [np.full(len(r.completion), np.inf) for r in some]
-        return self._read(some)
-
-    def _read(self, some: list[Rollout]) -> Differences:
-        own = [expected(x, r, self.sampling) for r, x in zip(some, self.trainer.logits(some), strict=True)]
-        return differences(self.engine[: len(some)], own)
-
-    def _fitted(self) -> Iterator[Hypothesis]:
-        """The checkpoint's own defaults; then temperature with top-p or top-k, and a repetition penalty, fitted."""
-        own = _defaults(self.trainer.model, self.sampling)
-        if own is not None:
-            yield self._sampled("the checkpoint's generation defaults", f"the checkpoint's defaults are used: {own}", own)
-        still = replace(self.sampling, temperature=1.0, top_p=1.0, top_k=0)  # the declared bias and penalty stay
-        fit = _Grid(self, still)
-        for fits_temperature, kind in ((True, ""), (False, "top_p"), (True, "top_p"), (False, "top_k"), (True, "top_k")):
-            yield fit.best(fits_temperature, kind)
-        yield self._penalty(replace(still, temperature=self.sampling.temperature or 1.0, logprobs_mode="processed"))
-
-    def _penalty(self, still: Sampling) -> Hypothesis:
-        from scipy.optimize import minimize_scalar
-
-        def left(penalty: float) -> float:
-            return float(np.concatenate(self.loss(self.against(replace(still, repetition_penalty=float(penalty))))).mean())
-
-        found = minimize_scalar(left, bounds=(1.0, 2.0), method="bounded", options={"xatol": 2e-3, "maxiter": 12}).x
-        says = f"the engine applies a repetition penalty of {found:.3g}"
-        return self._sampled(f"repetition penalty {found:.3g}", says, replace(still, repetition_penalty=float(found)), True)
-
-
-@dataclass(frozen=True)
-class _Ranked:
-    """The logits of one rollout's tokens in the order of their size, less the largest of each row."""
-
-    logits: Tensor
-    own: Tensor
-    rank: Tensor
-    """Tokens that are likelier than the own one."""
-
-
-class _Grid:
-    """The difference of every token at each temperature and truncation; a temperature is computed once for all truncations."""
-
-    def __init__(self, case: _Case, still: Sampling) -> None:
-        self.case, self.still = case, still
-        self.rows: list[_Ranked] = []
-        for x, r in zip(case.logits, case.rollouts, strict=True):
-            z = processed(x.double(), still, prefixes(r))
-            z = z - z.amax(-1, keepdim=True)
-            own = z.gather(1, torch.tensor(r.completion).unsqueeze(1))
-            self.rows.append(_Ranked(z.float().sort(-1, descending=True).values, own, (z > own).sum(-1, keepdim=True)))
-        self.engine, self.scale, self.weight = (np.concatenate(x) for x in (case.engine, case.scale, case.weight))
-        self.found: dict[float, dict[str, np.ndarray]] = {}
-
-    def best(self, fits_temperature: bool, kind: str) -> Hypothesis:
-        """The best pair of values, over a coarse grid, then finer around the best temperature."""
-        declared = self.case.sampling.temperature or 1.0
-        tried = set(TEMPERATURES) if fits_temperature else {1.0, declared}
-        (t, second), ends = self._least(tried, kind)
-        for width in FINER if fits_temperature else ():
-            tried |= {float(t * np.exp(width * i)) for i in range(-3, 4)}
-            (t, second), ends = self._least(tried, kind)
-        stated = 1.0 if self.case.sampling.logprobs_mode == "raw" else declared
-        if fits_temperature and abs(t / stated - 1) <= self.case.like:
-            fits_temperature = False
-            (t, second), ends = self._least({stated}, kind)
-        names, words = [], []
-        if fits_temperature or t != 1.0:
-            names.append(f"temperature {t:.3g}")
-            words.append(f"divided by {t:.3g}" + (f" ({ends[0][0]:.3g} to {ends[0][1]:.3g})" if fits_temperature else ""))
-        if not words and not kind:
-            return NOTHING
-        if kind:
-            names.append(f"{kind}={second:g}")
-            words.append(f"renormalised over {kind}={second:g} ({ends[1][0]:g} to {ends[1][1]:g})")
-        d = self._at(t)[kind][VALUES[kind].index(second)]
-        if kind and np.allclose(d, self._at(t)[""][0], atol=SMALLEST):  # it cuts nothing off
-            return NOTHING
-        apart = np.split(d, np.cumsum([len(x) for x in self.case.engine])[:-1])
-        says = f"the engine's logits are {' and '.join(words)}"
-        return Hypothesis(", ".join(names), says, lambda: apart, is_fitted=True)
-
-    def _least(self, temperatures: set[float], kind: str) -> tuple[tuple[float, float], list[tuple[float, float]]]:
-        """The pair with the least loss, and 95 % of each value by a bootstrap over rollouts (tokens where there are few)."""
-        ordered = sorted(temperatures)
-        pairs = [(t, float(second)) for t in ordered for second in VALUES[kind]]
-        losses = self.weight * np.concatenate([_loss(self._at(t)[kind], self.scale) for t in ordered])
-        lengths = [len(x) for x in self.case.engine]
-        block = np.repeat(np.arange(len(lengths)), lengths) if len(lengths) >= FEWEST else np.arange(sum(lengths))
-        sums = np.stack([np.bincount(block, row) for row in losses])
-        weights = np.random.default_rng(0).multinomial(sums.shape[1], np.full(sums.shape[1], 1 / sums.shape[1]), 200)
-        drawn = np.array([pairs[i] for i in (sums @ weights.T).argmin(0)])
-        low, high = np.quantile(drawn, (0.025, 0.975), axis=0).tolist()
-        return pairs[int(losses.mean(1).argmin())], list(zip(low, high, strict=True))
-
-    def _at(self, t: float) -> dict[str, np.ndarray]:
-        """By kind, the differences (values, tokens) at a temperature; logits are in the order of their size."""
-        if t not in self.found:
-            parts: dict[str, list[Tensor]] = {kind: [] for kind in VALUES}
-            for row in self.rows:
-                own, rank = row.own / t, row.rank
-                odds = (row.logits / t).exp_()
-                total, mass = odds.sum(-1, keepdim=True, dtype=torch.float64), odds[:, :COLUMNS].double().cumsum(-1)
-                if bool((mass[:, -1:] < VALUES["top_p"][-1] * total).any()):
-                    mass = odds.double().cumsum(-1)
-                top = mass.shape[1] - 1
-                nuclei = torch.tensor([VALUES["top_p"]], dtype=mass.dtype) * total
-                lasts = {
-                    "top_p": torch.searchsorted(mass, nuclei).clamp_max(top),
-                    "top_k": torch.tensor([[min(int(k) - 1, top) for k in VALUES["top_k"]]]).repeat(len(own), 1),
-                }
-                parts[""].append((own - total.log()).T)
-                for kind, last in lasts.items():
-                    parts[kind].append(torch.where(rank <= last, own - mass.gather(1, last).log(), -torch.inf).T)
-            self.found[t] = {k: self.engine - torch.cat(made, 1).numpy() for k, made in parts.items()}
-        return self.found[t]
-
-
-def _apart(d: Differences, scale: Differences, last: list[int]) -> Differences:
-    """No claim about so many tokens at the end of each rollout, if each is off by more than rounding and any other token."""
-    ends = [np.abs(x[len(x) - min(n, len(x)) :]) for x, n in zip(d, last, strict=True)]
-    rest = [x[: len(x) - len(end)] for x, end in zip(d, ends, strict=True)]
-    ratios = [end / s[len(s) - len(end) :] for end, s in zip(ends, scale, strict=True) if len(end)]
-    least = min((float(end.min()) for end in ends if len(end)), default=0.0)
-    most = max((float(np.abs(x).max()) for x in rest if len(x)), default=np.inf)
-    if not ratios or least <= most or min(float(r.min()) for r in ratios) < LARGEST:
-        return []
-    return [np.concatenate([x, np.full(len(end), np.nan)]) for x, end in zip(rest, ends, strict=True)]
-
-
-def _neutral(sampling: Sampling) -> Sampling:
-    return Sampling(sampling.max_new_tokens, seed=sampling.seed, stop=sampling.stop)
-
-
-def _defaults(model: Any, sampling: Sampling) -> Sampling | None:
-    """The sampling of generation_config.json, which engines take over where nothing else is asked for."""
-    config = getattr(model, "generation_config", None)
-    found = {name: value for name in STEPS[:4] if (value := getattr(config, name, None)) is not None}
-    changed = replace(_neutral(sampling), **found)
-    return None if changed == _neutral(sampling) else changed
+    yield Hypothesis("of another rollout", "the log-probabilities are those of another rollout", exchanged)
 
 
 def _prompts(tokenizer: Any, prompts: list[list[int]]) -> Iterator[tuple[str, str, list[list[int]]]]:
@@ -434,7 +289,7 @@ def _prompts(tokenizer: Any, prompts: list[list[int]]) -> Iterator[tuple[str, st
         yield "no generation prompt", "the engine reads prompts without the template's generation prompt", cut
     elif suffix:
         yield "a generation prompt", "the engine adds the template's generation prompt", [[*p, *suffix] for p in prompts]
-    for k in CUTS:
+    for k in LENGTHS:
         if k < max(len(p) for p in prompts):
             yield f"the last {k} tokens", f"the engine reads the last {k} tokens of a prompt only", [p[-k:] for p in prompts]
 
@@ -447,3 +302,116 @@ def _generation_prompt(tokenizer: Any) -> list[int]:
     texts = [tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=asked) for asked in (False, True)]
     found: list[int] = tokenizer(texts[1].removeprefix(texts[0]), add_special_tokens=False)["input_ids"]
     return found if texts[1].startswith(texts[0]) and texts[1] != texts[0] else []
+
+
+def _fitted(case: _Case, like: float) -> Iterator[Hypothesis]:
+    """Temperature alone, with top-p and with top-k; then a repetition penalty."""
+    still = replace(case.sampling, temperature=1.0, top_p=1.0, top_k=0)  # the declared penalty stays
+    grid = _Grid(case, still)
+    for fits_temperature, kind in ((True, ""), (False, "top_p"), (True, "top_p"), (False, "top_k"), (True, "top_k")):
+        yield from grid.best(fits_temperature, kind, like)
+    still = replace(still, temperature=case.sampling.temperature or 1.0, logprobs_mode="processed")
+
+    def loss(penalty: float) -> float:
+        return float(np.concatenate(case.loss(case.against(replace(still, repetition_penalty=float(penalty))))).mean())
+
+    penalty = _least(loss, 1.0, 2.0, 2e-3)
+    says = f"the engine applies a repetition penalty of {penalty:.3g}"
+    yield _sampled(case, f"repetition penalty {penalty:.3g}", says, replace(still, repetition_penalty=penalty), is_fitted=True)
+
+
+def _least(loss: Callable[[float], float], low: float, high: float, tolerance: float) -> float:
+    from scipy.optimize import minimize_scalar
+
+    options = {"xatol": tolerance, "maxiter": 24}
+    return float(minimize_scalar(loss, bounds=(low, high), method="bounded", options=options).x)
+
+
+class _Grid:
+    """The difference of every token at each temperature, with every truncation at once."""
+
+    def __init__(self, case: _Case, still: Sampling) -> None:
+        self.case = case
+        self.rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        """By rollout: logits, less the largest; the greatest in order; the own token's; and how many are likelier."""
+        for x, r in zip(case.logits, case.rollouts, strict=True):
+            z = processed(x.double(), still, prefixes(r))
+            z = z - z.amax(-1, keepdim=True)
+            own = z.gather(1, torch.tensor(r.completion).unsqueeze(1))
+            greatest = z.topk(min(COLUMNS, z.shape[-1])).values
+            self.rows.append((z.float(), greatest, own, (z > own).sum(-1, keepdim=True)))
+        self.engine, self.scale, self.weight = (np.concatenate(x) for x in (case.engine, case.scale, case.weight))
+        self.lengths = [len(x) for x in case.engine]
+        self.found: dict[float, dict[str, np.ndarray]] = {}
+
+    def best(self, fits_temperature: bool, kind: str, like: float) -> Iterator[Hypothesis]:
+        """The temperature and the truncation with the least loss; nothing where that is what was declared.
+
+        Args:
+            fits_temperature: Or the declared one stays, as it does where the best one is as near to it as `like`.
+            kind: Of truncation.
+            like: Of the temperature.
+        """
+        sampling, values = self.case.sampling, TRUNCATIONS[kind]
+        t = declared = 1.0 if sampling.logprobs_mode == "raw" else sampling.temperature or 1.0
+        tried = {declared}
+        if fits_temperature:
+            first = min(range(len(TEMPERATURES)), key=lambda i: self._loss(TEMPERATURES[i], kind))
+            ends = TEMPERATURES[max(first - 1, 0)], TEMPERATURES[min(first + 1, len(TEMPERATURES) - 1)]
+            t = _least(lambda t: self._loss(t, kind), *ends, 1e-5)
+            tried = set(self.found)
+            if abs(t / declared - 1) <= like:
+                t, fits_temperature, tried = declared, False, {declared}
+        at = int(self._losses(t, kind).mean(1).argmin())
+        d = self._at(t)[kind][at]
+        if kind and np.allclose(d, self._at(t)[""][0], atol=SMALLEST):  # it cuts nothing off
+            return
+        low, high = self._range(sorted(tried), kind)
+        names, words = [], []
+        if t != 1.0:
+            names.append(f"temperature {t:.3g}")
+            words.append(f"divided by {t:.3g}" + (f" ({low[0]:.3g} to {high[0]:.3g})" if fits_temperature else ""))
+        if kind:
+            names.append(f"{kind}={values[at]:g}")
+            words.append(f"renormalised over {kind}={values[at]:g} ({low[1]:g} to {high[1]:g})")
+        if words:
+            apart = np.split(d, np.cumsum(self.lengths)[:-1])
+            yield Hypothesis(", ".join(names), f"the engine's logits are {' and '.join(words)}", lambda: apart, is_fitted=True)
+
+    def _losses(self, t: float, kind: str) -> np.ndarray:
+        """By truncation and token."""
+        found: np.ndarray = self.weight * _loss(self._at(t)[kind], self.scale)
+        return found
+
+    def _loss(self, t: float, kind: str) -> float:
+        return float(self._losses(t, kind).mean(1).min())
+
+    def _range(self, temperatures: list[float], kind: str) -> tuple[list[float], list[float]]:
+        """95 % of temperature and truncation, by a bootstrap over rollouts, or over tokens where there are few."""
+        pairs = np.array([(t, value) for t in temperatures for value in TRUNCATIONS[kind]])
+        losses = np.concatenate([self._losses(t, kind) for t in temperatures])
+        if len(self.lengths) >= FEWEST:
+            losses = np.add.reduceat(losses, np.cumsum([0, *self.lengths[:-1]]), axis=1)
+        count = losses.shape[1]
+        drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), 200)
+        low, high = np.quantile(pairs[(losses @ drawn.T).argmin(0)], (0.025, 0.975), axis=0).tolist()
+        return low, high
+
+    def _at(self, t: float) -> dict[str, np.ndarray]:
+        """By kind, the differences (values, tokens) at a temperature."""
+        if t not in self.found:
+            parts: dict[str, list[Tensor]] = {kind: [] for kind in TRUNCATIONS}
+            for logits, greatest, own, rank in self.rows:
+                total = (logits / t).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+                mass, last = (greatest / t).exp_().cumsum(-1), greatest.shape[1] - 1
+                nuclei = torch.tensor([TRUNCATIONS["top_p"]], dtype=mass.dtype) * total
+                counts = torch.tensor([[min(int(k) - 1, last) for k in TRUNCATIONS["top_k"]]]).repeat(len(own), 1)
+                parts[""].append((own / t - total.log()).T)
+                for kind, ends in (("top_p", torch.searchsorted(mass, nuclei).clamp_max(last)), ("top_k", counts)):
+                    parts[kind].append(torch.where(rank <= ends, own / t - mass.gather(1, ends).log(), -torch.inf).T)
+            self.found[t] = {kind: self.engine - torch.cat(made, 1).numpy() for kind, made in parts.items()}
+        return self.found[t]
+
+
+def _neutral(sampling: Sampling) -> Sampling:
+    return Sampling(sampling.max_new_tokens, seed=sampling.seed, stop=sampling.stop)

@@ -27,13 +27,13 @@ import torch
 
 from shaketable.capture.decoder import PHASES, Phase, record_batch
 from shaketable.errors import ShaketableError, UnavailableError
-from shaketable.mismatch.engine import EngineError, OperatorRecord, Rollout, RolloutEngine, Sampling
-from shaketable.mismatch.floor import Logprobs, measure_floor
+from shaketable.mismatch.engine import DECODE, EngineError, Rollout, RolloutEngine, Sampling
+from shaketable.mismatch.floor import measure_floor
 from shaketable.mismatch.gap import measure_gap
 from shaketable.mismatch.logprobs import read
 from shaketable.mismatch.operators import Judge, layers_of
-from shaketable.mismatch.results import LayerRouting, Mismatch, OperatorResults
-from shaketable.mismatch.returned import OwnNumbers, doubt, own_numbers, rounded_to
+from shaketable.mismatch.results import Floor, LayerRouting, Mismatch, OperatorResults
+from shaketable.mismatch.returned import doubt, own_numbers, rounded_to
 from shaketable.mismatch.rounding import Rounding, from_returned, judge
 from shaketable.mismatch.routing import compare_routing, routing
 from shaketable.mismatch.semantics import keep_examined, try_hypotheses
@@ -78,7 +78,6 @@ class _Comparison:
         self.trainer, self.engine, self.progress = question.trainer, question.engine, progress
         self.rollouts, self.sampling = question.rollouts, question.sampling
         self.question = question
-        self.unchecked: list[str] = []
 
     def run(self) -> Mismatch:
         """Every stage, as far as the engine lives."""
@@ -92,19 +91,8 @@ class _Comparison:
         dtype = torch.bfloat16 if engine is None else engine.dtype  # a file does not say; most engines compute in it
         self.rounding = rounding = Rounding(trainer, rollouts, sampling, dtype, self.reading)
         judged = rounding.judge(from_returned(rollouts, self.reading.meant, self.reading.edges))
-        own: OwnNumbers | None = None
-        died: str | None = None
-        try:
-            if engine is not None:
-                self.progress("engine decodes its own completions", 0.15)
-                own = self._asked("returned", lambda: own_numbers(engine, rollouts, sampling))
-            in_batches = engine is not None and (engine.together > 1 or sampling.logprobs_mode == "raw")
-            decoded = own.reading.raw if own is not None and in_batches else None  # is its variant DECODE then
-            floor, ways = measure_floor(trainer, engine, rollouts, self.reading.raw, rounding, decoded, self.progress)
-        except EngineError as error:
-            died = str(error)
-            floor, ways = measure_floor(trainer, None, rollouts, self.reading.raw, rounding, progress=self.progress)
-        self.progress("semantics", 0.4)
+        floor, _ = measure_floor(trainer, rollouts, self.reading.raw, rounding, progress=self.progress)
+        self.progress("semantics", 0.15)
         words = None if trainer.tokenizer is None else lambda token: str(trainer.tokenizer.decode([token]))
         like = 4 * torch.finfo(rounding.dtype).eps  # weights that were rounded have a temperature as near to the declared one
         self.found = found = Mismatch(
@@ -115,21 +103,18 @@ class _Comparison:
             rounding=rounding.size,
             floor=floor,
             semantics=try_hypotheses(trainer, rollouts, sampling, rounding.scale, kept, self.reading.edges, like=like),
-            died=died,
-            unchecked=self.unchecked,
         )
-        if own is not None:
-            self._returned(own, ways)
-        if (grid := rounded_to(rollouts)) is not None:
-            self.unchecked.append(f"returned: the log-probabilities were rounded to {grid}; return them in float32")
         if engine is None:
-            why = "the engine's logits, weights, routing and operators: there are only its log-probabilities"
-            self.unchecked.insert(0, why)
-        elif died is None:
+            found.unchecked.append("the engine's logits, weights, routing and operators: there are only its log-probabilities")
+        if (grid := rounded_to(rollouts)) is not None:
+            found.unchecked.append(f"returned: the log-probabilities were rounded to {grid}; return them in float32")
+        if engine is not None:
             try:
+                self._returned(engine)
                 self._look_inside(engine)
             except EngineError as error:
                 found.died = str(error)
+        found.rounding = rounding.size  # a stage may have measured it more often
         found.conclusion = conclude(found)
         return found
 
@@ -138,19 +123,28 @@ class _Comparison:
         try:
             return ask()
         except UnavailableError as error:
-            self.unchecked.append(f"{stage}: {error}")
+            self.found.unchecked.append(f"{stage}: {error}")
             return None
 
-    def _returned(self, own: OwnNumbers, ways: Sequence[Logprobs]) -> None:
-        """The returned numbers against the engine's own logits, first by rounding, then by its own spread."""
+    def _returned(self, engine: RolloutEngine) -> None:
+        """The engine against itself, and the returned numbers against its logits: by rounding, then by its own spread."""
+        found, rollouts, sampling = self.found, self.rollouts, self.sampling
+        self.progress("engine decodes its own completions", 0.3)
+        own = self._asked("returned", lambda: own_numbers(engine, rollouts, sampling))
+        decoded_so = engine.together > 1 or sampling.logprobs_mode == "raw"
+        known = {DECODE: own.reading.raw} if own is not None and decoded_so else None
+        floor, ways = measure_floor(engine, rollouts, None, self.rounding, known, self.progress)
+        found.floor = Floor(found.floor.rows + floor.rows, found.floor.unavailable + floor.unavailable)
+        if own is None:
+            return
+        found.returned = own.judge(rollouts, self.rounding)
         narrow = self.rounding.among(ways)
-        self.found.returned = own.judge(self.rollouts, self.rounding)
         if own.logits:
-            self.found.own_semantics = try_hypotheses(
-                self.trainer, self.rollouts, self.sampling, narrow, own.logits, own.reading.edges, of_engine=True
+            found.own_semantics = try_hypotheses(
+                self.trainer, rollouts, sampling, narrow, own.logits, own.reading.edges, of_engine=True
             )
-        if self.found.returned.explained and (why := doubt(own, self.rollouts, narrow, self.found.own_semantics)):
-            self.unchecked.append(f"returned: {why}")
+        if found.returned.explained and (why := doubt(own, rollouts, narrow, found.own_semantics)):
+            found.unchecked.append(f"returned: {why}")
 
     def _look_inside(self, engine: RolloutEngine) -> None:
         """Weights, routing, operators and shares."""
@@ -176,7 +170,7 @@ class _Comparison:
 
     def _operators(self, engine: RolloutEngine, other_source: dict[str, Any]) -> OperatorResults:
         """Operators of some rollouts, and their shares on the way, since records are too large to be kept."""
-        model, rollouts, unchecked = self.trainer.model, self.rollouts, self.unchecked
+        model, rollouts, unchecked = self.trainer.model, self.rollouts, self.found.unchecked
         if engine.together == 1:
             self.found.caveats.append("operators in batches: they were recorded one rollout at a time")
         fewest = 1 if engine.together == 1 else 2  # a fault of later rows shows in no batch of one
@@ -189,43 +183,29 @@ class _Comparison:
             names |= {call.name for call in row.calls if call.kind != "scale" or scale_of(model, call.name) != 1}
             by_interval.leave_out(row.calls)
         changes = not torch.equal(row.logits, row.head)
-        phases: list[Phase] = list(PHASES)
         made: list[list[float]] = []
-        seen: dict[str, set[str]] = {}
-
-        def recorded(batch: Sequence[Rollout], rows: Sequence[int], phase: Phase) -> list[OperatorRecord] | None:
-            try:
-                return engine.record(batch, phase, rows)
-            except UnavailableError as error:
-                phases.remove(phase)
-                unchecked.append(f"operators in {phase}: {error}")
-                return None
-
+        absent: set[str] = set()
         for start in range(0, len(rollouts), engine.together):
             batch = rollouts[start : start + engine.together]
             rows = [i - start for i in chosen if start <= i < start + len(batch)]
             if not rows:
                 continue
             self.progress(f"operators of {len(rows)} rollouts", 0.6 + 0.4 * len(made) / len(chosen))
-            records = {phase: one for phase in tuple(phases) if (one := recorded(batch, rows, phase)) is not None}
-            if not phases:
-                raise UnavailableError("no phase was recorded")
-            if any(record.changed_behind_head != changes for each in records.values() for record in each):
+            read_at_once, decoded = (engine.record(batch, phase, rows) for phase in PHASES)
+            if any(record.changed_behind_head != changes for record in (*read_at_once, *decoded)):
                 who = ("trainer", "engine") if changes else ("engine", "trainer")
                 raise UnavailableError(f"the {who[0]} changes logits behind its head, and the {who[1]} does not")
-            for i, row_of in enumerate(rows):
-                self.progress(f"shares of rollout {start + row_of + 1}", 0.6 + 0.4 * len(made) / len(chosen))
-                calls: Records = {phase: records[phase][i].calls for phase in phases}
-                if "decode" in calls:
-                    calls["prompt"] = records["decode"][i].prompt or []
+            for i, whole, later in zip(rows, read_at_once, decoded, strict=True):
+                self.progress(f"shares of rollout {start + i + 1}", 0.6 + 0.4 * len(made) / len(chosen))
+                calls: Records = {"prefill": whole.calls, "decode": later.calls, "prompt": later.prompt or []}
                 for name, some in calls.items():
                     phase: Phase = "decode" if name == "decode" else "prefill"
                     by_interval.judge(some, phase)
-                    seen.setdefault(name, set(names)).intersection_update(call.name for call in some)
-                    if seen[name] == names:
+                    absent |= names - {call.name for call in some}
+                    if not absent:
                         by_interval.chain(some, phase)
-                if all(present == names for present in seen.values()):
-                    made.append(meter.add(batch[row_of], calls, batch[row_of].logprobs, self.sampling))
+                if not absent:
+                    made.append(meter.add(batch[i], calls, batch[i].logprobs, self.sampling))
         if len(made) == len(chosen):
             closure = judge(from_returned([rollouts[i] for i in chosen], made), [self.rounding.scale[i] for i in chosen])
             rest_alike = self._rest_alike(chosen, np.concatenate(meter.gap))
@@ -234,10 +214,9 @@ class _Comparison:
         kinds = by_interval.kinds()
         if "log_softmax" not in kinds:
             unchecked.append("log_softmax, from logits to the log-probability that is returned: the engine does not record it")
-        absent = sorted({name for present in seen.values() for name in names - present})
         tokens = sum(len(rollouts[i].tokens) for i in chosen)
-        wrong, layers = by_interval.wrong(), layers_of(absent, names)
-        return OperatorResults(list(phases), len(chosen), tokens, kinds, wrong, absent, layers)
+        layers = layers_of(sorted(absent), names)
+        return OperatorResults(len(chosen), tokens, kinds, by_interval.wrong(), sorted(absent), layers)
 
     def _rest_alike(self, chosen: Sequence[int], recorded: np.ndarray) -> bool:
         """Whether the other rollouts have a gap that rounding explains, or one like that of those that were recorded."""
@@ -272,9 +251,6 @@ def check(rollouts: Sequence[Rollout], trainer: Trainer) -> list[Rollout]:
 
 
 def _problem(rollout: Rollout, trainer: Trainer) -> str | None:
-    if len(rollout.logprobs) != len(rollout.completion):
-        counts = f"{len(rollout.logprobs)} log-probabilities for {len(rollout.completion)} tokens"
-        return f"{counts}; there must be one for each token of the completion"
     if not rollout.prompt:
         return "an empty prompt"
     if bad := next((t for t in rollout.tokens if not 0 <= t < trainer.vocabulary), None):

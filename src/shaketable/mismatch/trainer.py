@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
-from shaketable.errors import UnavailableError
 from shaketable.mismatch.engine import Rollout
 from shaketable.mismatch.logprobs import chosen, completion_logits
 from shaketable.mismatch.results import TrainerFacts
@@ -16,7 +15,6 @@ from shaketable.mismatch.results import TrainerFacts
 BATCH = 4
 OTHER_BATCHES = "other batches, padded on the left"
 """A variant: larger batches of rows in another order."""
-OTHER_ATTENTION = {"sdpa": "eager", "eager": "sdpa"}
 
 
 class Trainer:
@@ -64,29 +62,10 @@ class Trainer:
             how = {"batch": self.batch + 1, "side": "left", "extra": 3}
             order.sort(key=lambda i: (len(rollouts[i].tokens), -i))
         some = [rollouts[i] for i in order]
-        with self._attention(variant.removesuffix(" attention") if variant in self._attentions() else self.attention):
-            logits = completion_logits(self.model, some, **how)
-            found = [chosen(one, r.completion) for r, one in zip(some, logits, strict=True)]
+        logits = completion_logits(self.model, some, **how)
+        found = [chosen(one, r.completion) for r, one in zip(some, logits, strict=True)]
         return [lp for _, lp in sorted(zip(order, found, strict=True))]
 
     def variants(self) -> list[str]:
         """Ways of computing the same that round differently."""
-        return [OTHER_BATCHES, *self._attentions()]
-
-    def _attentions(self) -> list[str]:
-        return [f"{OTHER_ATTENTION[self.attention]} attention"] if self.attention in OTHER_ATTENTION else []
-
-    @contextmanager
-    def _attention(self, name: str) -> Iterator[None]:
-        was = self.attention
-        if name == was:
-            yield
-            return
-        try:
-            self.model.set_attn_implementation(name)
-        except (ValueError, ImportError) as error:
-            raise UnavailableError(f"this model has no {name} attention: {str(error).splitlines()[0]}") from error
-        try:
-            yield
-        finally:
-            self.model.set_attn_implementation(was)
+        return [OTHER_BATCHES]

@@ -15,8 +15,6 @@ NEVER = (
 )
 LEFT = 3.0
 """Times what rounding makes: what may be left when all operators' differences were put into the trainer."""
-LEADS = 0.95
-"""Of the draws over tokens: how often the family with the largest share must have it before it is called the first to fix."""
 FIX = {
     "lm_head": "compute lm_head in float32 on both sides",
     "attention": "use the same attention kernel, or accumulate it in float32, on both sides",
@@ -165,11 +163,9 @@ def _next(found: Mismatch) -> str:
         return f"{start} … --engine vllm   (or --engine hf: the engine that wrote the file)"
     if found.died is not None:
         return f"{start} … -n 4   (again, with fewer or shorter rollouts)"
-    if any("were rounded to" in line for line in found.unchecked):
-        return f"{start} …   (again, with log-probabilities written in float32, not rounded)"
     if any("captured" in line for line in found.unchecked):
         return f"{start} … --engine-args '{{\"enforce_eager\": true}}'"
-    if found.engine is not None and any(line.startswith("returned:") for line in found.unchecked):
+    if any(line.startswith("returned:") for line in found.unchecked):
         return f"{start} … --task arithmetic -n 16   (without --rollouts: does the engine repeat it on rollouts of its own?)"
     if (best := found.semantics.best) is not None and best.wins:
         return f"{start} …   (again, with the sampling declared as the best hypothesis says: {best.name})"
@@ -190,11 +186,11 @@ def _checked(found: Mismatch) -> str:
 def causes(shares: Shares) -> str:
     """Shares with their intervals, and what to do first, where these tokens can tell."""
     parts = ", ".join(f"{r.family} {r.share:.0%} ({r.low:.0%} to {r.high:.0%})" for r in shares.families[:3])
-    first = shares.families[0]
-    if first.leads < LEADS:
-        why = f"{first.family} has most in {first.leads:.0%} of draws over {shares.tokens} tokens"
+    first, *others = shares.leaders
+    if others:
+        why = f"the interval of {first} overlaps that of {', '.join(others)}"
         return f"Of the KL: {parts}. Which to fix first is not certain: {why}; compare more rollouts."
-    advice = FIX.get(first.family, f"compute {first.family} in the same dtype and order on both sides")
+    advice = FIX.get(first, f"compute {first} in the same dtype and order on both sides")
     return f"Of the KL: {parts}. First fix: {advice}."
 
 

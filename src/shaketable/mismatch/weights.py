@@ -3,16 +3,15 @@
 A cast of all weights to the dtype that the engine computes in is what was asked for, and no defect. Everything else is. The
 classes are tried in order of how exactly they can be shown: the values that the trainer's were rounded from, the bits of
 another parameter, the transpose, the same rows in another order, the bits of an earlier checkpoint, values of a coarser dtype,
-integers or float8 times a scale, one factor, few distinct values in a row. The rest, if still close, is `stale`: mostly of
-another step, and said with that doubt.
+integers or float8 times a scale, one factor. The rest, if still close, is `stale`: mostly of another step, and said with that
+doubt.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,9 +22,8 @@ from shaketable.mismatch.results import ParameterDifference, Weights
 COARSER = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 CLOSE = 0.5
 """Weights of another step: the difference is smaller than this, relative to the weights."""
-LEVELS = 256
-"""A row with at most so many values is quantized to eight bits or fewer."""
-LONGEST_ROW = 8
+SORTED_BY = 8
+"""Values of a row by which rows are put in order."""
 FORMATS = (("int8", 127), ("int8", 128), ("int4", 7), ("int4", 8), ("float8_e4m3fn", 448))
 """Formats of quantized weights, and the number that the largest value becomes."""
 GROUPS = (32, 64, 128)
@@ -64,22 +62,23 @@ def compare(
             unknown += [name] if bool(got.any()) else []
             continue
         seen.add(name)
-        pair = _Pair(name, trainer[name].detach().cpu(), got, dtype, trainer, earlier or {})
+        pair = _Pair(name, torch.atleast_1d(trainer[name].detach().cpu()), torch.atleast_1d(got), dtype)
         cast += pair.own.dtype != got.dtype
-        if pair.is_equal:
-            if other_source is not None and not pair.is_cast and _is_of_one_source(pair.own, got):
+        if pair.holds(pair.own) or (pair.own.dtype == got.dtype and _is_equal(pair.own, got)):
+            continue
+        if _is_of_one_source(pair.own, got):
+            if other_source is not None:
                 other_source[name] = got
             continue
-        found.append(pair.difference())
+        found.append(ParameterDifference(name, *_relation(pair, trainer, earlier or {})))
     pointers = {trainer[name].data_ptr() for name in seen}
     missing = sorted(name for name, own in trainer.items() if name not in seen and own.data_ptr() not in pointers)
     absent = list(_absent(trainer, missing, found))
     named = {d.name for d in absent}
-    extra = [ParameterDifference(n, "extra", "is a bias that the trainer has not") for n in unknown if _is_bias(n, trainer)]
     return Weights(
         compared=len(seen),
         cast=cast if dtype != next(iter(trainer.values())).dtype else 0,
-        differing=absent + found + extra,
+        differing=absent + found,
         engine_dtype=str(dtype).removeprefix("torch."),
         missing=[name for name in missing if name not in named and not _is_under(name, named)],
         unknown=unknown,
@@ -100,14 +99,10 @@ def _absent(trainer: Parameters, missing: list[str], found: list[ParameterDiffer
             gone.add(f"{above}.{i}")
             yield ParameterDifference(f"{above}.{i}", "layer_missing", says)
     for name in missing:
-        is_alone = _is_bias(name, trainer) and f"{name[:-5]}.weight" not in missing and not _is_under(name, gone)
+        weight = f"{name.removesuffix('.bias')}.weight"
+        is_alone = name.endswith(".bias") and weight in trainer and weight not in missing and not _is_under(name, gone)
         if is_alone and bool(trainer[name].any()):
-            count = trainer[name].numel()
-            yield ParameterDifference(name, "missing", "is missing: the engine computes without it", count, count)
-
-
-def _is_bias(name: str, trainer: Parameters) -> bool:
-    return name.endswith(".bias") and f"{name[:-5]}.weight" in trainer
+            yield ParameterDifference(name, "missing", "is missing: the engine computes without it")
 
 
 def _is_under(name: str, parts: set[str]) -> bool:
@@ -116,104 +111,74 @@ def _is_under(name: str, parts: set[str]) -> bool:
 
 @dataclass(frozen=True)
 class _Pair:
-    """One parameter on both sides."""
+    """One parameter on both sides, and the dtype that the engine computes in."""
 
     name: str
     own: Tensor
     got: Tensor
     dtype: torch.dtype
-    trainer: Parameters
-    earlier: Mapping[str, Parameters] = field(default_factory=dict)
-
-    @cached_property
-    def expected(self) -> Tensor:
-        """The trainer's in the dtype that the engine computes in."""
-        return self.own.to(self.dtype)
 
     def holds(self, weight: Tensor) -> bool:
         """Whether the engine holds these values, cast to its dtype."""
-        return weight.shape == self.got.shape and _is_equal(weight.detach().cpu().to(self.dtype).to(self.got.dtype), self.got)
+        return _is_equal(torch.atleast_1d(weight.detach().cpu()).to(self.dtype).to(self.got.dtype), self.got)
 
-    @cached_property
-    def is_cast(self) -> bool:
-        """Whether the engine holds the trainer's values, cast to its dtype."""
-        return self.holds(self.own)
 
-    @property
-    def is_equal(self) -> bool:
-        """Whether the engine's are the trainer's: as they are, cast, or rounded from the same source in another format."""
-        own, got = self.own, self.got
-        if own.shape != got.shape:
-            return False
-        return self.is_cast or (own.dtype == got.dtype and _is_equal(own, got)) or _is_of_one_source(own, got)
-
-    def difference(self) -> ParameterDifference:
-        """The first class that fits."""
-        if self.own.shape != self.got.shape:
-            if self.own.dim() == 2 and self.holds(self.own.T):
-                return ParameterDifference(self.name, "transposed", "is transposed", self.got.numel(), self.own.numel())
-            shapes = f"is {tuple(self.got.shape)}, not {tuple(self.own.shape)}"
-            return ParameterDifference(self.name, "shape", shapes, self.got.numel(), self.own.numel())
-        differing = int((self.expected.double() != self.got.double()).sum())
-        return ParameterDifference(self.name, *(self._by_bits() or self._by_value()), differing, self.own.numel())
-
-    def _by_bits(self) -> tuple[str, str] | None:
-        """The classes that are shown exactly."""
-        own, got = self.own, self.got
-        if got.dtype != own.dtype and float((got.to(own.dtype) == own).double().mean()) > ROUNDED:
-            finer, coarser = (str(t.dtype).removeprefix("torch.") for t in (got, own))
-            return "finer", f"is what the trainer's was rounded from: {finer} against {coarser}"
-        for other, parameter in self.trainer.items():
-            if other != self.name and self.holds(parameter):
-                return "other_parameter", f"holds the values of {other}"
-        if own.dim() == 2 and self.holds(own.T):
-            return "transposed", "is transposed"
-        if (moved := _reordered(self.expected, got)) is not None:
-            return "permuted", moved
-        for checkpoint, parameters in self.earlier.items():
-            if self.name in parameters and self.holds(parameters[self.name]):
-                return "earlier", f"is that of {checkpoint}"
-        return None
-
-    def _by_value(self) -> tuple[str, str]:
-        """The classes that are shown by the size of the differences."""
-        x, y = self.expected.double(), self.got.double()
-        wrong = x != y
-        for lower in COARSER:
-            if lower != self.dtype and any(
-                torch.equal(t.to(lower).double()[wrong], y[wrong]) for t in (self.own, self.expected)
-            ):
-                return "cast", f"was cast to {str(lower).removeprefix('torch.')}"
-        if not bool(y[wrong].any()):
-            return "scaled", f"{_where(wrong)}is zero"
-        for source in (self.own.double(), x):
-            if (name := _format(source, y, wrong, torch.finfo(self.got.dtype).eps)) is not None:
-                return "quantized", f"was quantized to {name}"
-        ratio = y[wrong & (x != 0)] / x[wrong & (x != 0)]
-        near = max(4 * torch.finfo(self.dtype).eps, STEP)
-        factor = float(ratio.mean()) if ratio.numel() else 1.0
-        if abs(factor - 1) > near and float(ratio.std(unbiased=False)) < near * abs(factor):
-            return "scaled", f"{_where(wrong)}is multiplied by {factor:.6g}"
-        relative = float((y - x).norm() / x.norm().clamp_min(1e-300))
-        if _levels(y) <= LEVELS and 2 * _levels(y) < _levels(x):
-            return "quantized", f"has {_levels(y)} distinct values in a row, relative error {relative:.2g}"
-        rows = (wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong).nonzero().flatten().tolist()
-        what = "experts" if wrong.dim() > 2 else "rows"
-        which = f" ({', '.join(map(str, rows))})" if wrong.dim() > 2 and len(rows) < min(len(wrong), 9) else ""
-        where = f"{len(rows):,} of {len(wrong):,} {what} differ{which}, relative difference {relative:.2g}"
-        is_close = relative < CLOSE
-        close = f"holds close values, of another step or in another format: {where}"
-        return ("stale", close) if is_close else ("other_values", f"holds other values: {where}")
+def _relation(pair: _Pair, trainer: Parameters, earlier: Mapping[str, Parameters]) -> tuple[str, str]:
+    """The first class that fits, and how it is said."""
+    own, got, dtype = pair.own, pair.got, pair.dtype
+    if own.dim() == 2 and pair.holds(own.T):
+        return "transposed", "is transposed"
+    if own.shape != got.shape:
+        return "shape", f"is {tuple(got.shape)}, not {tuple(own.shape)}"
+    if got.dtype != own.dtype and float((got.to(own.dtype) == own).double().mean()) > ROUNDED:
+        finer, coarser = (str(t.dtype).removeprefix("torch.") for t in (got, own))
+        return "finer", f"is what the trainer's was rounded from: {finer} against {coarser}"
+    for other, parameter in trainer.items():
+        if other != pair.name and pair.holds(parameter):
+            return "other_parameter", f"holds the values of {other}"
+    x, y = own.to(dtype).double(), got.double()
+    wrong = x != y
+    rows = wrong.reshape(len(wrong), -1).any(1).nonzero().flatten().tolist()
+    unit = {1: "value", 2: "row"}.get(wrong.dim(), "expert")
+    if len(rows) > 1 and np.array_equal(_in_order(x[rows]), _in_order(y[rows])):
+        return "permuted", f"has {len(rows)} {unit}s in another order, {rows[0]} to {rows[-1]}"
+    for checkpoint, parameters in earlier.items():
+        if pair.name in parameters and pair.holds(parameters[pair.name]):
+            return "earlier", f"is that of {checkpoint}"
+    for lower in COARSER:
+        if lower != dtype and any(torch.equal(t.to(lower).double()[wrong], y[wrong]) for t in (own, own.to(dtype))):
+            return "cast", f"was cast to {str(lower).removeprefix('torch.')}"
+    where = ""
+    if len(rows) == 1:
+        where = f"has one {unit} that is not the trainer's: {unit} {rows[0]} "
+    elif len(rows) <= len(wrong) // 2:
+        where = f"has {len(rows)} {unit}s that are not the trainer's ({rows[0]} to {rows[-1]}): each "
+    if not bool(y[wrong].any()):
+        return "scaled", f"{where}is zero"
+    for source in (own.double(), x):
+        if (name := _format(source, y, wrong, torch.finfo(got.dtype).eps)) is not None:
+            return "quantized", f"was quantized to {name}"
+    ratio = y[wrong & (x != 0)] / x[wrong & (x != 0)]
+    near = max(4 * torch.finfo(dtype).eps, STEP)
+    factor = float(ratio.mean()) if ratio.numel() else 1.0
+    if abs(factor - 1) > near and float(ratio.std(unbiased=False)) < near * abs(factor):
+        return "scaled", f"{where}is multiplied by {factor:.6g}"
+    relative = float((y - x).norm() / x.norm().clamp_min(1e-300))
+    which = f" ({', '.join(map(str, rows))})" if unit == "expert" and len(rows) < min(len(wrong), 9) else ""
+    differ = f"{len(rows):,} of {len(wrong):,} {unit}s differ{which}, relative difference {relative:.2g}"
+    if relative < CLOSE:
+        return "stale", f"holds close values, of another step or in another format: {differ}"
+    return "other_values", f"holds other values: {differ}"
 
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:
     """Bit for bit, but for the sign of a zero; NaNs equal one another."""
-    return bool(torch.equal(a, b)) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all()))
 
 
 def _is_of_one_source(own: Tensor, got: Tensor) -> bool:
     """Whether both can be roundings of the same values, in two formats of which neither holds the other: float16, bfloat16."""
-    if {own.dtype, got.dtype} != {torch.float16, torch.bfloat16}:
+    if own.shape != got.shape or {own.dtype, got.dtype} != {torch.float16, torch.bfloat16}:
         return False
     a, b = own.double(), got.double()
     halves = sum(
@@ -224,23 +189,6 @@ def _is_of_one_source(own: Tensor, got: Tensor) -> bool:
     )
     overflows = ~a.isfinite() & (b.abs() > torch.finfo(torch.float16).max)
     return bool((((a - b).abs() <= halves) | overflows | (a == b)).all())
-
-
-def _where(wrong: Tensor) -> str:
-    """The part of a weight that differs, as the beginning of a sentence: empty for all of it."""
-    if wrong.dim() < 2:
-        places = wrong.nonzero().flatten().tolist()
-        if len(places) > len(wrong) // 2:
-            return ""
-        return f"value {places[0]} " if len(places) == 1 else f"{len(places)} values from {places[0]} on: each "
-    lines = wrong.flatten(2).any(2) if wrong.dim() > 2 else wrong
-    for axis, what in enumerate(("expert", "row") if wrong.dim() > 2 else ("row", "column")):
-        places = lines.any(1 - axis).nonzero().flatten().tolist()
-        if len(places) == 1:
-            return f"has one {what} that is not the trainer's: {what} {places[0]} "
-        if len(places) < lines.shape[axis] // 2:
-            return f"has {len(places)} {what}s that are not the trainer's ({places[0]} to {places[-1]}): each "
-    return ""
 
 
 def _format(x: Tensor, y: Tensor, wrong: Tensor, eps: float) -> str | None:
@@ -268,24 +216,6 @@ def _format(x: Tensor, y: Tensor, wrong: Tensor, eps: float) -> str | None:
     return None
 
 
-def _reordered(expected: Tensor, got: Tensor) -> str | None:
-    """Whether the engine has the same rows (or columns) in another order."""
-    sides = [("experts" if expected.dim() > 2 else "rows", expected, got)] + (
-        [("columns", expected.mT, got.mT)] if expected.dim() == 2 else []
-    )
-    for way, a, b in sides:
-        wrong = (a.double() != b.double()).flatten(1).any(1) if a.dim() > 1 else a.double() != b.double()
-        places = wrong.nonzero().flatten()
-        if len(places) < 2:
-            continue
-        first, second = (t[places].double().reshape(len(places), -1).numpy() for t in (a, b))
-        ordered = [rows[np.lexsort(rows[:, :LONGEST_ROW].T)] for rows in (first, second)]
-        if np.array_equal(ordered[0], ordered[1]):
-            return f"has {len(places)} {way} in another order, {int(places[0])} to {int(places[-1])}"
-    return None
-
-
-def _levels(x: Tensor) -> int:
-    """The most distinct values among some rows."""
-    rows = x.reshape(-1, x.shape[-1])[:: max(1, x.shape[0] // 8)]
-    return max(int(row.unique().numel()) for row in rows)
+def _in_order(weight: Tensor) -> np.ndarray:
+    rows: np.ndarray = weight.reshape(len(weight), -1).numpy()
+    return rows[np.lexsort(rows[:, :SORTED_BY].T)]

@@ -246,11 +246,6 @@ class Definitions:
         free = _ties(call.inputs["router"], choice)
         return Around(value, EXPERTS * noise + 4 * UNIT[dtype] * value.abs() + TINY, dtype, free)
 
-    def experts_of(self, call: OperatorCall) -> Tensor:
-        """The experts that each token of a call is sent to, (T, k)."""
-        found: Tensor = self._routed_block(call)[1][-1]
-        return found
-
     def _routed_block(self, call: OperatorCall) -> tuple[Any, Any]:
         """The block in float64 with a router that returns what it makes of the engine's logits; and that."""
         block = copy.deepcopy(self.model.get_submodule(call.name)).cpu().to(self.dtype).double()

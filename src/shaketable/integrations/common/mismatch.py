@@ -71,9 +71,10 @@ def floor_and_share(side: Trainer, engine: RolloutEngine | None, rollouts: Seque
     if not rollouts:
         return {}
     own = side.logprobs(rollouts)
-    found = {"floor": max(measure_floor(side, engine, rollouts, own)[0].largest.mean_abs, _log_softmax(side, rollouts, own))}
+    floors = [_log_softmax(side, rollouts, own), measure_floor(side, rollouts, own)[0].largest.mean_abs]
     if engine is None:
-        return found
+        return {"floor": max(floors)}
+    found = {"floor": max(*floors, measure_floor(engine, rollouts)[0].largest.mean_abs)}
     shortest, meter = min(rollouts, key=lambda r: len(r.tokens)), ShareMeter(side.model)
     try:
         (record,) = engine.record([shortest], "decode")

@@ -292,6 +292,5 @@ def _answer(output: Any) -> EngineAnswer:
         tokens=list(output.token_ids),
         logprobs=[float(x) for x in output.log_probs or ()],
         prompt_logprobs=[] if prompt is None else [float("nan"), *(float(row[0]) for row in prompt[:-1])],
-        finish=str(output.stop_reason),
         cached=int(output.extra_fields.get("num_cached_tokens") or 0),
     )

@@ -58,7 +58,6 @@ class EngineAnswer:
     logprobs: list[float]
     prompt_logprobs: list[float]
     """One for every token of the prompt; the first has none."""
-    finish: str
     cached: int
     """Tokens of the prompt that were in the prefix cache."""
 
@@ -111,13 +110,12 @@ class VLLMEngine:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "repetition_penalty": sampling.repetition_penalty,
-            "logit_bias": dict(sampling.logit_bias) or None,
             "stop_token_ids": list(sampling.stop),
             "ignore_eos": True,
             "logprobs": 0,
         }
         done = self._generate(prompts, [common | {"seed": sampling.seed + i} for i in range(len(prompts))])
-        return [_rollout(list(prompt), answer) for prompt, answer in zip(prompts, done, strict=True)]
+        return [Rollout(list(prompt), answer.tokens, answer.logprobs) for prompt, answer in zip(prompts, done, strict=True)]
 
     def logprobs(self, rollouts: Sequence[Rollout], variant: str | None = None) -> list[list[float]]:
         """Log-probabilities of the completions' tokens."""
@@ -316,10 +314,6 @@ def _forced(tokens: list[int]) -> dict[str, Any]:
     return {"max_tokens": len(tokens), "temperature": 0, "ignore_eos": True, "logprobs": 0, "extra_args": extra}
 
 
-def _rollout(prompt: list[int], answer: EngineAnswer) -> Rollout:
-    return Rollout(prompt, answer.tokens, answer.logprobs, "stop" if answer.finish == "stop" else "length")
-
-
 def _answer(request: Any) -> EngineAnswer:
     best = request.outputs[0]
     prompt = [] if request.prompt_logprobs is None else zip(request.prompt_logprobs, request.prompt_token_ids, strict=True)
@@ -328,7 +322,6 @@ def _answer(request: Any) -> EngineAnswer:
         tokens=list(best.token_ids),
         logprobs=[float(row[token].logprob) for row, token in written],
         prompt_logprobs=[float("nan") if row is None else float(row[token].logprob) for row, token in prompt],
-        finish=str(best.finish_reason),
         cached=int(request.num_cached_tokens or 0),
     )
 
