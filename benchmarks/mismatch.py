@@ -67,22 +67,19 @@ def main() -> None:
     """All cases that are asked for, and the page."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="words between commas; a case has all words of one of them")
-    parser.add_argument("--defects", default="", help="names between commas; all without")
     parser.add_argument("--runs", type=int, help="healthy runs of each engine")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further run of a case after so long")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="another file than mismatch.json; no page")
     args = parser.parse_args()
     if args.case:
         case = next(c for c in CASES if c.name == args.case)
         runs = case.runs if args.runs is None else args.runs
-        args.out.write_text(json.dumps(measured(case, runs, args.defects, args.seconds)))
+        args.out.write_text(json.dumps(measured(case, runs)))
         return
     target = args.out or RECORD
     record = json.loads(target.read_text()) if target.is_file() else {}
     for case in [c for c in CASES if asked(c.name, args.only)]:
-        new, kept = alone(case, args), record.get(case.name, {}).get("planted", {})
-        record[case.name] = new | ({"planted": kept | new["planted"]} if args.defects and "planted" in new else {})
+        record[case.name] = alone(case, args.runs)
         target.write_text(json.dumps(record, indent=1) + "\n")
         if args.out is None:
             PAGE.write_text(page(record))
@@ -93,12 +90,11 @@ def asked(name: str, only: str) -> bool:
     return not only or any(all(word in name for word in part.split()) for part in only.split(","))
 
 
-def alone(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+def alone(case: Case, runs: int | None) -> dict[str, Any]:
     """A case in a process of its own: one vLLM a process."""
     file = HERE / f".{case.name.replace(' ', '-')}.json"
-    command = [sys.executable, __file__, "--case", case.name, "--out", str(file), "--defects", args.defects]
-    command += ["--seconds", str(args.seconds)]
-    command += [] if args.runs is None else ["--runs", str(args.runs)]
+    command = [sys.executable, __file__, "--case", case.name, "--out", str(file)]
+    command += [] if runs is None else ["--runs", str(runs)]
     env = ENVIRONMENT | os.environ | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if case.planted else {})
     done = subprocess.run(command, env=env, check=False)
     if done.returncode:
@@ -108,7 +104,7 @@ def alone(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     return dict(found)
 
 
-def measured(case: Case, runs: int, defects: str, seconds: float) -> dict[str, Any]:
+def measured(case: Case, runs: int) -> dict[str, Any]:
     """Healthy runs, then planted defects, with one engine."""
     from shaketable.integrations.vllm.engine import VLLMEngine
     from shaketable.mismatch.results import as_json
@@ -121,12 +117,9 @@ def measured(case: Case, runs: int, defects: str, seconds: float) -> dict[str, A
     found: dict[str, Any] = {"started_in_s": round(time.perf_counter() - started, 1), "engine": as_json(engine.describe())}
     found["commit"] = commit()
     trainer = trained(folder, case.dtype)
-    found["healthy"] = []
-    for seed in range(runs):
-        if time.perf_counter() - started < seconds:
-            found["healthy"].append(one(trainer, engine, case.model, seed))
+    found["healthy"] = [one(trainer, engine, case.model, seed) for seed in range(runs)]
     if case.planted:
-        found["planted"] = planted(trainer, engine, case, defects)
+        found["planted"] = planted(trainer, engine, case)
     engine.close()
     return found
 
@@ -196,16 +189,15 @@ def one(trainer: Any, engine: Any, model: str, seed: int, earlier: Any = None, *
     }
 
 
-def planted(trainer: Any, engine: Any, case: Case, names: str) -> dict[str, Any]:
+def planted(trainer: Any, engine: Any, case: Case) -> dict[str, Any]:
     """Every defect of this model, one after another; what was planted is taken out again."""
     from shaketable.mismatch.trainer import Trainer
     from tests.frameworks.vllm.planted import DEFECTS, a_step_on
 
-    wanted = names.split(",") if names else list(DEFECTS)
     found = {}
     own = {name: p.detach() for name, p in trainer.model.named_parameters()}
     for name, defect in DEFECTS.items():
-        if defect.model != case.model or name not in wanted:
+        if defect.model != case.model:
             continue
         side, earlier = trainer, {}
         if defect.trainer == "a step on":

@@ -16,7 +16,7 @@ def line_of(done):
 
 
 def test_a_legal_pair_with_all_its_files(tmp_path):
-    files = ["--json", "a.json", "--html", "a.html", "--rollouts-out", "r.jsonl"]
+    files = ["--json", "a.json", "--html", "a.html", "--rollouts-out", "r.jsonl", "--exact"]
     run = ["mismatch", "nano", "--engine", "hf", "--engine-args", '{"dtype": "bfloat16"}', *SMALL]
     done = shaketable(tmp_path, *run, *files)
     assert done.code == 0, done.stderr + done.stdout
@@ -24,7 +24,9 @@ def test_a_legal_pair_with_all_its_files(tmp_path):
     assert all(word in done.stdout for word in (*stages, "Not looked at", "LEGAL"))
     found = json.loads((tmp_path / "a.json").read_text())
     assert (found["verdict"], found["kind"], found["exit_code"]) == ("LEGAL", "mismatch", 0)
-    assert "LEGAL" in (tmp_path / "a.html").read_text()
+    assert found["exact"]["kinds"] and "exact        " in done.stdout
+    text = (tmp_path / "a.html").read_text()
+    assert "LEGAL" in text and "<h2>Bits</h2>" in text
     again = shaketable(tmp_path, "mismatch", "nano", "--rollouts", "r.jsonl", "--json", "b.json")
     assert again.code == 4, again.stderr + again.stdout
     assert json.loads((tmp_path / "b.json").read_text())["gap"]["k3"] == pytest.approx(found["gap"]["k3"])
@@ -53,13 +55,8 @@ def test_a_defect_exits_1(tmp_path):
         (["--engine", "hf", "--engine-args", "{", *SMALL], "is not JSON"),
         (["--engine", "hf", "--logprobs", "row", *SMALL], "did you mean 'raw'"),
         (["--engine", "hf", "--max-new-tokens", "400", *SMALL], "do not fit into the context of 256"),
+        (["--rollouts", "none.jsonl", "--exact"], "--exact compares the operators of two programs"),
     ],
 )
 def test_one_line_for_what_is_wrong(tmp_path, arguments, says):
     assert says in line_of(shaketable(tmp_path, "mismatch", "nano", *arguments))
-
-
-def test_rollouts_of_another_tokenizer(tmp_path):
-    (tmp_path / "r.jsonl").write_text(json.dumps({"prompt": [5], "completion": [4999], "logprobs": [-1.0]}) + "\n")
-    said = line_of(shaketable(tmp_path, "mismatch", "nano", "--rollouts", "r.jsonl"))
-    assert "token 4999, and nano knows 0 to 98; are the rollouts of another tokenizer?" in said

@@ -189,12 +189,6 @@ def test_a_file_changed_by_less_than_rounding_in_bfloat16_is_never_legal(name):
         assert f"were rounded to {says}" in " ".join([found.sentence, *found.conclusion.not_looked_at])
 
 
-@pytest.mark.parametrize("given", [{"temperature": 1.02}, {"repetition_penalty": 1.05}], ids=str)
-def test_undeclared_sampling_below_rounding_in_bfloat16_is_never_legal(given):
-    engine, rollouts = sampled("bfloat16", **given, logprobs_mode="processed")
-    assert verdict(engine, rollouts, recorded=1).verdict != "LEGAL"
-
-
 @pytest.mark.parametrize(("name", "says"), [("shifted back", "previous token"), ("rows mixed", "another rollout")])
 def test_what_was_done_to_a_file_is_named(name, says):
     _, rollouts = sampled("float32")
@@ -210,10 +204,18 @@ UNDECLARED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("given", "says"), [({"top_k": 10}, "top_k=10"), ({"top_p": 0.95}, "top_p=0.95")], ids=str)
-def test_sampling_that_rounding_of_the_trainer_hides_is_named_by_the_engines_own_logits(given, says):
+BELOW: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 1.02}, ""),
+    ({"repetition_penalty": 1.05}, ""),
+    ({"top_k": 10}, "top_k=10"),
+    ({"top_p": 0.95}, "top_p=0.95"),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), BELOW, ids=str)
+def test_undeclared_sampling_that_rounding_of_the_trainer_hides_is_never_legal(given, says):
     engine, rollouts = sampled("bfloat16", **given, logprobs_mode="processed")
-    found = verdict(engine, [*rollouts], recorded=1)
+    found = verdict(engine, rollouts, recorded=1)
     assert found.verdict != "LEGAL" and says in found.sentence, found.sentence
 
 
@@ -345,7 +347,7 @@ def test_a_missing_layer_is_named():
 
     other = pairs.engine(plant=cut)
     found = verdict(other, other.sample(prompts(), how()))
-    assert found.verdict == "DEFECT" and "model.layers.3 is missing" in found.sentence, found.sentence
+    assert found.verdict == "DEFECT" and "holds the values of model.layers.4." in found.sentence, found.sentence
     other = pairs.engine(plant=skipped)
     found = verdict(other, other.sample(prompts(), how()))
     assert "model.layers.3 is missing" in found.sentence, found.sentence

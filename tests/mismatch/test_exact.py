@@ -1,15 +1,11 @@
 """`mismatch --exact`: which operators give the same bits, the first that does not, and why, where the host can show it."""
 
-import json
-import types
-
 import pytest
 import torch
 
 from shaketable.mismatch.exact import compare_bits
 from shaketable.mismatch.hf import HFArguments, HFEngine
 from shaketable.models import load_model
-from tests.cli.command_server import shaketable
 from tests.mismatch import pairs
 
 
@@ -19,18 +15,6 @@ def found(trainer, engine, plant=lambda model: None, batch=1):
     other = HFEngine(model, HFArguments(batch=batch))
     rollouts = other.sample(pairs.prompts(3), pairs.sampling(max_new_tokens=6))
     return compare_bits(pairs.trainer(trainer), other, rollouts, 2)
-
-
-def late_norms(model):
-    """Norms as vLLM has them: the weight multiplies in float32, and the product is rounded."""
-
-    def forward(self, x):
-        wide = x.float()
-        return (self.weight.float() * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon))).to(x)
-
-    for module in model.modules():
-        if "RMSNorm" in type(module).__name__:
-            module.forward = types.MethodType(forward, module)
 
 
 def split_product(model):
@@ -57,14 +41,6 @@ def test_the_same_program_has_the_same_bits(dtype):
     assert all("one row at a time" in why for k in kinds for why in k.why)
 
 
-def test_the_order_of_casts_in_a_norm_is_named():
-    facts = found(torch.bfloat16, torch.bfloat16, late_norms)
-    assert facts.first.name == "model.layers.0.input_layernorm"
-    assert facts.first.why == "cast order: multiplies by the weight before it rounds"
-    assert 0.5 < facts.first.share < 1
-    assert {k.kind for k in facts.kinds if k.phase == "prefill" and k.different} == {"rms_norm"}
-
-
 def test_the_order_of_a_sum_is_named():
     facts = found(torch.float32, torch.float32, split_product)
     assert facts.first.name == "model.layers.3.mlp.down_proj"
@@ -85,15 +61,3 @@ def test_another_dtype_is_named():
 def test_what_no_variant_shows_is_unknown():
     first = found(torch.float32, torch.float32, off_by_one).first
     assert (first.name, first.why) == ("model.layers.2.self_attn.k_proj", "unknown: differs by at most 1 ulp")
-
-
-def test_the_command_line(tmp_path):
-    run = ["mismatch", "nano", "--engine", "hf", "--task", "arithmetic", "-n", "2", "--recorded", "1", "--exact"]
-    done = shaketable(tmp_path, *run, "--json", "a.json", "--html", "a.html", "--rollouts-out", "r.jsonl")
-    assert done.code == 0, done.stderr
-    assert "exact        " in done.stdout
-    assert json.loads((tmp_path / "a.json").read_text())["exact"]["kinds"]
-    assert "<h2>Bits</h2>" in (tmp_path / "a.html").read_text()
-    alone = shaketable(tmp_path, "mismatch", "nano", "--rollouts", "r.jsonl", "--exact")
-    assert alone.code == 2
-    assert "--exact compares the operators of two programs" in alone.stderr

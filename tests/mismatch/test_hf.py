@@ -69,11 +69,6 @@ def test_arguments_that_mean_nothing_are_refused_in_one_line(arguments, says):
     assert "\n" not in str(caught.value)
 
 
-def test_an_engine_that_nobody_knows():
-    with pytest.raises(ShaketableError, match="did you mean 'vllm'"):
-        open_engine("vlm", "nano", {})
-
-
 def test_a_model_without_keys_and_values_is_refused_in_one_line(tmp_path):
     from transformers import MambaConfig, MambaForCausalLM
 

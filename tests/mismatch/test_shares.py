@@ -14,13 +14,13 @@ from tests.mismatch.pairs import record
 CLAUSES = {"linear": "gain:0.01@module.linear", "lm_head": "gain:0.02@module.lm_head,include=lm_head"}
 
 
-def measured(model, rollouts, phases=("prefill",)):
+def measured(model, rollouts, phases=("prefill",), trainer=torch.float32):
     records = [{phase: record(model, r.tokens, len(r.prompt), phase) for phase in phases} for r in rollouts]
     if "decode" in phases:
         for one, r in zip(records, rollouts, strict=True):
             one["prompt"] = record(model, r.prompt, len(r.prompt), "prefill")
     told = HFEngine(model).logprobs(rollouts, "batch of one")
-    meter = ShareMeter(pairs.trainer().model)
+    meter = ShareMeter(pairs.trainer(trainer).model)
     for rollout, one, logprobs in zip(rollouts, records, told, strict=True):
         meter.add(rollout, one, logprobs)
     return meter.result()
@@ -58,9 +58,7 @@ def test_known_strengths_on_two_families_are_recovered():
 
 def test_decoding_gives_the_gap_back_too():
     other = pairs.engine(torch.bfloat16)
-    rollouts = pairs.rollouts(other, count=2)
-    records = ("prefill", "decode")
-    found = measured(other.model, rollouts, records)
+    found = measured(other.model, pairs.rollouts(other, count=2), ("prefill", "decode"))
     assert found.explained > 0.5
 
 
@@ -69,11 +67,7 @@ def test_logits_in_a_wider_dtype_are_a_difference_of_the_head():
     head = other.model.lm_head
     head.forward = lambda x: torch.nn.functional.linear(x.float(), head.weight.float())
     rollouts = pairs.rollouts(other, count=2)
-    records = [{"prefill": record(other.model, r.tokens, len(r.prompt), "prefill")} for r in rollouts]
-    meter = ShareMeter(pairs.trainer(torch.bfloat16).model)
-    for rollout, one, told in zip(rollouts, records, other.logprobs(rollouts, "batch of one"), strict=True):
-        meter.add(rollout, one, told)
-    found = meter.result()
+    found = measured(other.model, rollouts, trainer=torch.bfloat16)
     assert [row.family for row in found.families] == ["lm_head"]
     assert found.kl > 1e-9
     assert found.explained > 0.9

@@ -7,7 +7,7 @@ import torch
 
 from shaketable.errors import ShaketableError, UnavailableError
 from shaketable.mismatch.engine import EngineError, Rollout
-from shaketable.mismatch.stages import Question, check, run_stages
+from shaketable.mismatch.stages import check
 from tests.mismatch import pairs, planted
 
 
@@ -80,13 +80,6 @@ def test_an_engine_that_dies_takes_nothing_with_it():
         assert "vLLM died: out of memory" in found.sentence
         assert found.gap.tokens and found.floor.rows and found.semantics.rows
         assert (found.weights is None) == other.early
-
-
-def test_recorded_log_probabilities_alone_are_never_called_legal_above_the_floor():
-    given = pairs.rollouts(pairs.engine(plant=planted.rope_base))
-    found = run_stages(Question(pairs.trainer(), None, given, pairs.sampling(), {}))
-    assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4)
-    assert "there are only its log-probabilities" in found.conclusion.not_looked_at[0]
 
 
 GOOD = Rollout([5, 6], [7, 8], [-1.0, -2.0])

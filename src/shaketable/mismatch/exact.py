@@ -49,7 +49,7 @@ def compare_bits(trainer: Trainer, engine: RolloutEngine, rollouts: Sequence[Rol
                 for place, record in zip(kept, engine.record(batch, phase, kept), strict=True):
                     host.see(batch, place)
                     for call in record.calls:
-                        _add(rows.setdefault(call.name, ExactOperator(call.name, call.kind, call.layer, phase)), call, host)
+                        _add(rows.setdefault(call.name, ExactOperator(call.name, call.kind, phase)), call, host)
         except UnavailableError as error:
             found.unavailable.append(f"{phase}: {error}")
         found.operators += rows.values()

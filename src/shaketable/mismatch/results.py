@@ -208,7 +208,7 @@ class ParameterDifference:
 
     name: str
     kind: str
-    """layer_missing, missing, finer, shape, other_parameter,
+    """missing, finer, shape, other_parameter,
     transposed, permuted, earlier, scaled, cast, quantized, stale, other_values."""
     says: str
 
@@ -322,7 +322,6 @@ class ExactOperator:
 
     name: str
     kind: str
-    layer: int | None
     phase: str
     values: int = 0
     equal: int = 0

@@ -9,8 +9,7 @@ doubt.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,40 +72,22 @@ def compare(
         found.append(ParameterDifference(name, *_relation(pair, trainer, earlier or {})))
     pointers = {trainer[name].data_ptr() for name in seen}
     missing = sorted(name for name, own in trainer.items() if name not in seen and own.data_ptr() not in pointers)
-    absent = list(_absent(trainer, missing, found))
-    named = {d.name for d in absent}
+    biases = [name for name in missing if _is_bias_alone(name, trainer, missing) and bool(trainer[name].any())]
+    absent = [ParameterDifference(name, "missing", "is missing: the engine computes without it") for name in biases]
     return Weights(
         compared=len(seen),
         cast=cast if dtype != next(iter(trainer.values())).dtype else 0,
         differing=absent + found,
         engine_dtype=str(dtype).removeprefix("torch."),
-        missing=[name for name in missing if name not in named and not _is_under(name, named)],
+        missing=[name for name in missing if name not in biases],
         unknown=unknown,
     )
 
 
-def _absent(trainer: Parameters, missing: list[str], found: list[ParameterDifference]) -> Iterator[ParameterDifference]:
-    """Layers and biases that the engine does not have, though it gives their neighbours."""
-    gone: set[str] = set()
-    for above in sorted({place[1] for name in missing if (place := re.match(r"(.*\blayers?)\.\d+\.", name)) is not None}):
-        numbers = {int(n[len(above) + 1 :].split(".")[0]) for n in trainer if n.startswith(f"{above}.")}
-        absent = {i for i in numbers if all(n in missing for n in trainer if n.startswith(f"{above}.{i}."))}
-        if not absent:
-            continue
-        shifted = {int(d.name[len(above) + 1 :].split(".")[0]) for d in found if d.name.startswith(f"{above}.")}
-        says = f"is missing: the engine has {len(numbers) - len(absent)} layers, the trainer {len(numbers)}"
-        for i in sorted({min(shifted | absent)} | absent):
-            gone.add(f"{above}.{i}")
-            yield ParameterDifference(f"{above}.{i}", "layer_missing", says)
-    for name in missing:
-        weight = f"{name.removesuffix('.bias')}.weight"
-        is_alone = name.endswith(".bias") and weight in trainer and weight not in missing and not _is_under(name, gone)
-        if is_alone and bool(trainer[name].any()):
-            yield ParameterDifference(name, "missing", "is missing: the engine computes without it")
-
-
-def _is_under(name: str, parts: set[str]) -> bool:
-    return any(name.startswith(f"{part}.") for part in parts)
+def _is_bias_alone(name: str, trainer: Parameters, missing: list[str]) -> bool:
+    """Whether this is a bias that the engine lacks, though it gives the weight beside it."""
+    weight = f"{name.removesuffix('.bias')}.weight"
+    return name.endswith(".bias") and weight in trainer and weight not in missing
 
 
 @dataclass(frozen=True)
