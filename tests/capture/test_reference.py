@@ -1,7 +1,5 @@
 """What the device should compute: definitions from the config, weights from the file, and what is refused."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -44,14 +42,9 @@ def save(model, folder, **options):
 # ---- weights
 
 
-@pytest.mark.parametrize("shards", ["one file", "an index", "no index"])
-def test_weights_come_from_the_file(tmp_path, shards):
+def test_weights_come_from_the_file(tmp_path):
     model = build("llama")
-    source = save(model, tmp_path, **({} if shards == "one file" else {"max_shard_size": "30KB"}))
-    index = tmp_path / "model.safetensors.index.json"
-    assert index.is_file() == (shards != "one file")
-    if shards == "no index":
-        index.unlink()
+    source = save(model, tmp_path, max_shard_size="30KB")
     reference = Reference(model, source)
     assert reference.has_file and reference.is_rebuilt
     for name, parameter in model.named_parameters():
@@ -80,19 +73,9 @@ def test_a_tied_head_is_the_embedding(tmp_path):
     assert torch.equal(reference.weight("model.embed_tokens.weight"), kept)
 
 
-def tokenizer(folder):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", pad_token="?").save_pretrained(folder)
-
-
 def test_files_with_other_names_are_loaded(tmp_path):
     model = tied_llama()
     source = save(model.model, tmp_path)
-    tokenizer(tmp_path)
     assert "layers.1.mlp.up_proj.weight" in load_file(tmp_path / "model.safetensors")
     kept = model.get_parameter(UP).detach().clone()
     with torch.no_grad():
@@ -109,30 +92,16 @@ def test_files_with_other_names_are_loaded(tmp_path):
 def test_a_parameter_that_a_function_takes_comes_from_the_file_too(tmp_path, name, path):
     model = build("mixtral")
     source = save(model, tmp_path)
-    tokenizer(tmp_path)
     with torch.no_grad():
         model.get_parameter(f"model.layers.1.{name}").mul_(1.25)
     assert blamed(model, Reference(model, source)) == {path}
 
 
-def break_index(folder):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}}))
-
-
-def break_json(folder):
-    (folder / "model.safetensors.index.json").write_text("{")
-
-
-def break_file(folder):
-    (folder / "model.safetensors").write_bytes(b"not a checkpoint")
-
-
-@pytest.mark.parametrize("damage", [break_index, break_json, break_file])
-def test_a_folder_that_cannot_be_read_again(tmp_path, damage):
+def test_a_folder_that_cannot_be_read_again(tmp_path):
     model = build("llama")
     source = save(model, tmp_path)
-    damage(tmp_path)
-    with pytest.raises(ModelError, match="cannot be read again") as error:
+    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(ModelError) as error:
         Reference(model, source)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
@@ -148,9 +117,3 @@ def test_a_file_of_another_model_is_not_taken_for_the_models(tmp_path):
     save_file({"other": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError):
         Reference(model, str(tmp_path))
-
-
-# ---- definitions
-
-
-# ---- refusals

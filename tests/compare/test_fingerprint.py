@@ -128,6 +128,9 @@ def test_changed_metadata_is_refused(path):
     rewrite(path, lambda about, tensors: about.update(device="cuda (another)"))
     with pytest.raises(FingerprintError, match="sha256"):
         read_fingerprint(path)
+    rewrite(path, lambda about, tensors: tensors.pop("layer.2.op.mlp.down_proj.output"))
+    with pytest.raises(FingerprintError, match="sha256"):
+        read_fingerprint(path)
 
 
 class Bomb:
@@ -151,19 +154,13 @@ def test_a_safetensors_file_of_another_program_is_refused(tmp_path):
         with pytest.raises(FingerprintError, match="not one of shaketable fingerprint"):
             read_fingerprint(tmp_path / "x.safetensors")
     save_file({"x": torch.zeros(3)}, tmp_path / "x.safetensors", metadata={"shaketable": json.dumps({"format": "weights"})})
-    with pytest.raises(FingerprintError, match="not a file of shaketable fingerprint"):
+    with pytest.raises(FingerprintError, match="damaged, or of another version: format"):
         read_fingerprint(tmp_path / "x.safetensors")
 
 
 def test_another_schema_is_refused(path):
     rewrite(path, lambda about, tensors: about.update(schema=2))
-    with pytest.raises(FingerprintError, match="has schema 2; this version of shaketable reads schema 1"):
-        read_fingerprint(path)
-
-
-def test_a_missing_tensor_is_refused_by_name(path):
-    rewrite(path, lambda about, tensors: tensors.pop("layer.2.op.mlp.down_proj.output"))
-    with pytest.raises(FingerprintError, match=r"the tensor layer\.2\.op\.mlp\.down_proj\.output is missing"):
+    with pytest.raises(FingerprintError, match="of another version: schema: Input should be 1"):
         read_fingerprint(path)
 
 

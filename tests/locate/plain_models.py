@@ -229,78 +229,6 @@ class ReferenceLlama(nn.Module):
         return self.output(self.norm(h)).float()
 
 
-# ---- rotation in cosines and sines, layers in a ModuleDict, a state that the model keeps to itself
-
-
-def real_rotation(xq, xk, cos, sin):
-    xq_r, xq_i = xq.float().reshape(*xq.shape[:-1], -1, 2).unbind(-1)
-    xk_r, xk_i = xk.float().reshape(*xk.shape[:-1], -1, 2).unbind(-1)
-    cos, sin = cos.view(1, xq_r.shape[1], 1, xq_r.shape[-1]), sin.view(1, xq_r.shape[1], 1, xq_r.shape[-1])
-    xq_out = torch.stack([xq_r * cos - xq_i * sin, xq_r * sin + xq_i * cos], dim=-1).flatten(3)
-    xk_out = torch.stack([xk_r * cos - xk_i * sin, xk_r * sin + xk_i * cos], dim=-1).flatten(3)
-    return xq_out.type_as(xq), xk_out.type_as(xk)
-
-
-class RealAttention(nn.Module):
-    def __init__(self, flash):
-        super().__init__()
-        self.wq, self.wo = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.wk, self.wv = (nn.Linear(WIDTH, 2 * SIZE, bias=False) for _ in range(2))
-        self.flash = flash
-        if not flash:
-            mask = torch.full((1, 1, LONGEST, LONGEST), float("-inf"))
-            self.register_buffer("mask", torch.triu(mask, diagonal=1))
-
-    def forward(self, x, cos, sin):
-        bsz, seqlen, _ = x.shape
-        xq, xk = self.wq(x).view(bsz, seqlen, HEADS, SIZE), self.wk(x).view(bsz, seqlen, 2, SIZE)
-        xv = self.wv(x).view(bsz, seqlen, 2, SIZE)
-        xq, xk = real_rotation(xq, xk, cos, sin)
-        xk, xv = repeat_kv(xk, HEADS // 2), repeat_kv(xv, HEADS // 2)
-        xq, xk, xv = xq.transpose(1, 2), xk.transpose(1, 2), xv.transpose(1, 2)
-        if self.flash:
-            output = F.scaled_dot_product_attention(xq, xk, xv, attn_mask=None, dropout_p=0.0, is_causal=True)
-        else:
-            scores = torch.matmul(xq, xk.transpose(2, 3)) / math.sqrt(SIZE)
-            scores = scores + self.mask[:, :, :seqlen, :seqlen]
-            output = torch.matmul(F.softmax(scores.float(), dim=-1).type_as(xq), xv)
-        return self.wo(output.transpose(1, 2).contiguous().view(bsz, seqlen, -1))
-
-
-class RealBlock(nn.Module):
-    def __init__(self, flash):
-        super().__init__()
-        self.attention, self.feed_forward = RealAttention(flash), SwiGLU()
-        self.attention_norm, self.ffn_norm = RMSNorm(WIDTH), RMSNorm(WIDTH)
-
-    def forward(self, x, freqs_cos, freqs_sin):
-        h = x + self.attention.forward(self.attention_norm(x), freqs_cos, freqs_sin)
-        return h + self.feed_forward.forward(self.ffn_norm(h))
-
-
-class Llama2C(nn.Module):
-    """Parts are called by their forward, past all hooks; the last logits only."""
-
-    def __init__(self, flash=False):
-        super().__init__()
-        self.tok_embeddings, self.dropout = nn.Embedding(VOCABULARY, WIDTH), nn.Dropout(0.0)
-        self.layers = nn.ModuleDict({str(i): RealBlock(flash) for i in range(LAYERS)})
-        self.norm, self.output = RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.tok_embeddings.weight = self.output.weight
-        angles = torch.outer(torch.arange(LONGEST), 1.0 / (10000.0 ** (torch.arange(0, SIZE, 2).float() / SIZE)))
-        self.register_buffer("freqs_cos", angles.cos(), persistent=False)
-        self.register_buffer("freqs_sin", angles.sin(), persistent=False)
-        self.last_loss = None
-
-    def forward(self, tokens, targets=None):
-        h = self.dropout(self.tok_embeddings(tokens))
-        cos, sin = self.freqs_cos[: tokens.shape[1]], self.freqs_sin[: tokens.shape[1]]
-        for layer in self.layers.values():
-            h = layer(h, cos, sin)
-        h = self.norm(h)
-        return self.output(h[:, [-1], :]) if targets is None else self.output(h)
-
-
 # ---- a cache in buffers, written in place at given positions; buffers that come with the first call
 
 
@@ -549,11 +477,11 @@ class MoE(nn.Module):
 class MoEBlock(nn.Module):
     def __init__(self):
         super().__init__()
-        self.attention, self.feed_forward = RealAttention(flash=True), MoE()
+        self.attention, self.feed_forward = CausalSelfAttention(flash=True, bias=False), MoE()
         self.attention_norm, self.ffn_norm = RMSNorm(WIDTH), RMSNorm(WIDTH)
 
-    def forward(self, x, cos, sin):
-        h = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x):
+        h = x + self.attention(self.attention_norm(x))
         return h + self.feed_forward(self.ffn_norm(h))
 
 
@@ -570,14 +498,11 @@ class Experts(nn.Module):
         super().__init__()
         self.tok_embeddings, self.stages = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([MoEBlock() for _ in range(LAYERS)])
         self.norm, self.output = RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        angles = torch.outer(torch.arange(LONGEST), 1.0 / (10000.0 ** (torch.arange(0, SIZE, 2).float() / SIZE)))
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, tokens):
         h, states = self.tok_embeddings(tokens), []
         for layer in self.stages:
-            h = layer(h, self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]])
+            h = layer(h)
             states.append(h)
         return Answer(self.output(self.norm(h)), states)
 
@@ -609,19 +534,6 @@ class LSTMStack(nn.Module):
             x, state = rnn(x, None if hidden is None else hidden[i])
             states.append(state)
         return self.decoder(x), states
-
-
-class LSTM(nn.Module):
-    """All layers are one module: there is no list of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.drop, self.encoder = nn.Dropout(0.1), nn.Embedding(VOCABULARY, WIDTH)
-        self.rnn, self.decoder = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1), nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input, hidden=None):
-        output, hidden = self.rnn(self.drop(self.encoder(input)), hidden)
-        return F.log_softmax(self.decoder(self.drop(output)), dim=-1), hidden
 
 
 class ConvBlock(nn.Module):
@@ -657,8 +569,6 @@ MODELS = {
     "nanogpt": NanoGPT,
     "nanogpt_manual": lambda: NanoGPT(flash=False, bias=True),
     "reference_llama": ReferenceLlama,
-    "llama2c": Llama2C,
-    "llama2c_flash": lambda: Llama2C(flash=True),
     "gpt_fast": GPTFast,
     "x_transformer": XTransformer,
     "encoder": Encoder,
@@ -667,7 +577,6 @@ MODELS = {
     "own_attention": OwnAttention,
     "experts": Experts,
     "lstm_stack": LSTMStack,
-    "lstm": LSTM,
     "convolution": Convolution,
 }
 ARGUMENTS = {"gpt_fast": {"input_pos": torch.arange(16)}}

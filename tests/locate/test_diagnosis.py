@@ -112,21 +112,6 @@ def test_the_sentence_says_layer_operator_function_and_class():
     assert str(decided(found)) == "FAULT: outside of the layers, the model: weights failed (gain)."
 
 
-@pytest.mark.parametrize(
-    ("lanes", "size", "words"),
-    [
-        (range(32), 32, "all 32 channels are wrong; "),
-        (range(1200), 2048, "1,200 of 2,048 channels are wrong; "),
-        ([], 8, ""),
-        ([1], None, ""),
-    ],
-)
-def test_the_sentence_counts_channels(lanes, size, words):
-    found = passing()
-    found.evidence = [evidence(1, "replay", lanes=list(lanes), lanes_of=size)]
-    assert str(decided(found)) == f"FAULT: layer 1, mlp.up_proj: {words}replay failed (gain)."
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_suspicion_alone_decides_nothing(mode):
     found = passing(mode=mode)

@@ -107,11 +107,6 @@ def test_a_fault_of_the_layer_itself_has_no_op():
     assert diagnosis.fault_class == "saturation"
 
 
-def test_a_fault_upstream_does_not_flag_layers_downstream():
-    diagnosis = found(build("llama"), "all", plan="gain:0.5@layer.0")
-    assert {e.layer for e in diagnosis.evidence} == {0}
-
-
 def every_second_sum(first, change=lambda y: y * 1.01):
     """A mode that makes every second residual addition wrong, from the first or from the second on."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -142,14 +137,6 @@ def test_the_two_residual_additions_are_told_apart(name, second):
     assert {(e.layer, e.op, e.function, e.after) for e in diagnosis.evidence} == {(i, None, "add", part) for i in range(3)}
     assert f"layer 0, output (add after {part})" in diagnosis.sentence
     assert diagnosis.sentence.endswith("Also faulty: layers 1, 2.")
-
-
-@pytest.mark.parametrize("second", [0, 1])
-def test_twins_tell_them_apart_too(second):
-    with every_second_sum(second, lambda y: y + 0.1):
-        diagnosis = found(build("llama", attention="eager"), "device")
-    assert (diagnosis.layer, diagnosis.op, diagnosis.after) == (0, None, RESIDUALS["llama"][second])
-    assert f"layer 0, output (after {RESIDUALS['llama'][second]})" in diagnosis.sentence
 
 
 def test_a_residual_addition_that_changes_from_call_to_call_is_told_apart_too():
@@ -232,14 +219,6 @@ def test_another_eps_than_the_config_says_is_found_even_if_the_module_says_so_to
     assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", 2, "input_layernorm")
 
 
-@pytest.mark.attack("faults below the plan language")
-def test_another_activation_is_found():
-    model = build("llama")
-    model.model.layers[0].mlp.act_fn = torch.nn.Hardswish()
-    diagnosis = found(model, "host")
-    assert (diagnosis.layer, diagnosis.op) == (0, "mlp.act_fn")
-
-
 @pytest.mark.parametrize("bit", [0, 13, 22])
 @pytest.mark.attack("faults below the plan language")
 def test_one_wrong_bit_in_one_weight_is_found_against_the_file(saved, bit):
@@ -250,13 +229,6 @@ def test_one_wrong_bit_in_one_weight_is_found_against_the_file(saved, bit):
     assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", 1, "self_attn.k_proj")
     assert (diagnosis.fault_class, diagnosis.lanes) == ("weight", [5])
     assert found(build("llama"), "host", source=saved).verdict == "HEALTHY"
-
-
-def test_without_a_file_weights_are_believed_and_the_diagnosis_says_so(saved):
-    assert "Not checked" not in found(build("llama"), "host", source=saved).sentence
-    own = found(build("llama"), "host")
-    assert "Not checked: the weights and the config against a file, as no source was given." in own.sentence
-    assert "as they are in memory" in own.assumption
 
 
 # ---- device mode
@@ -316,16 +288,6 @@ def test_a_function_without_a_host_definition_makes_replay_inconclusive(monkeypa
     assert (diagnosis.verdict, diagnosis.exit_code) == ("INCONCLUSIVE", 4)
     assert "no host definition of softmax" in diagnosis.sentence
     assert not diagnosis.evidence
-
-
-def test_a_definition_that_fails_makes_replay_inconclusive(monkeypatch):
-    def fails(call):
-        raise NotImplementedError("not for this shape")
-
-    monkeypatch.setitem(operator_rounding.BOUNDED, "scaled_dot_product_attention", fails)
-    diagnosis = found(build("llama", attention="sdpa"), "host")
-    assert diagnosis.verdict == "INCONCLUSIVE"
-    assert "not for this shape" in diagnosis.probes[0].results["replay"].reason
 
 
 @pytest.mark.parametrize(
@@ -456,13 +418,6 @@ def test_one_dominating_channel_is_no_fault():
         assert found(model, "host", seed).verdict == "HEALTHY"
 
 
-def test_activations_far_below_zero_are_no_fault():
-    model = build("llama")
-    with torch.no_grad():
-        model.model.layers[1].mlp.gate_proj.weight.mul_(300)
-    assert found(model, "host").verdict == "HEALTHY"
-
-
 def test_autocast_around_the_call_changes_nothing():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert found(build("llama"), "host").verdict == "HEALTHY"
@@ -481,15 +436,3 @@ def test_models_that_do_not_run_are_told_in_one_line(model, ids, message):
     with pytest.raises(ModelError, match=message) as error:
         st.locate(model(), input_ids=ids)
     assert "\n" not in str(error.value)
-
-
-def test_the_model_that_ships_is_healthy_and_shows_a_planted_fault():
-    from shaketable.models import load_model
-    from shaketable.plan import Plan
-
-    model, tokenizer = load_model("nano")
-    assert st.locate(model, tokenizer, source="nano", tokens=16).verdict == "HEALTHY"
-    found = st.locate(
-        model, tokenizer, source="nano", tokens=16, plan=Plan.parse("dead_zone:0.2,sparsity=0.1@module.mlp.down_proj,layers=3")
-    )
-    assert (found.verdict, found.layer) == ("FAULT", 3)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shaketable as st
-from shaketable.capture.trace import forward
 from shaketable.sites.structure import find_layers
 from tests.locate.remote_code import MODELS, VOCABULARY, build
 
@@ -47,25 +45,14 @@ def test_a_healthy_model_is_healthy_in_every_mode_and_dtype(name, mode, dtype):
     assert_not_faulty(name, st.locate(build(name, dtype), mode=mode, input_ids=IDS))
 
 
-@pytest.mark.parametrize("name", ["QWen", "Baichuan"])
-def test_a_model_that_has_been_used_is_not_called_faulty(name):
+def test_a_model_that_has_been_used_is_not_called_faulty():
     """Caches are as long as the longest text so far, and numbers follow them."""
-    model = build(name)
+    model = build("Baichuan")
     with torch.no_grad():
         model(input_ids=IDS.repeat(1, 2))
     found = st.locate(model, mode="host", input_ids=IDS)
     assert found.verdict != "FAULT" and not found.evidence, found.sentence
     assert found.verdict == "HEALTHY" or "may be trained, a cache" in found.sentence
-
-
-@pytest.mark.parametrize(("name", "verdict"), [("Baichuan", "INCONCLUSIVE"), ("Performer", "HEALTHY")])
-def test_what_own_code_makes_of_the_file_s_weights_is_no_fault(name, verdict, tmp_path):
-    """A head that normalises its weight once; random features that the file holds."""
-    model = build(name)
-    model.save_pretrained(tmp_path)
-    found = st.locate(model, mode="host", input_ids=IDS, source=str(tmp_path))
-    assert found.verdict == verdict and not found.evidence, found.sentence
-    assert verdict == "HEALTHY" or "lm_head.weight is not the file's, and its module's own code sets it" in found.sentence
 
 
 # ---- faults from outside of the plan language
@@ -142,44 +129,3 @@ class Heads(TorchDispatchMode):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
             self.last = tuple(args[-1].shape), tuple(result.shape)
         return result
-
-
-# ---- plans
-
-
-class Calls(TorchFunctionMode):
-    """How often functions of some names are called."""
-
-    def __init__(self, names):
-        super().__init__()
-        self.names, self.count = names.split(), 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.count += getattr(func, "__name__", "") in self.names
-        return func(*args, **(kwargs or {}))
-
-
-PRODUCTS = "mm addmm bmm baddbmm matmul linear einsum"
-
-
-def logits(model):
-    with torch.no_grad():
-        return forward(model, IDS)
-
-
-@EVERY
-@pytest.mark.parametrize("site", ["module.linear", "layer.1", "op.matmul,include=lm_head+router+rotary", "op.softmax"])
-def test_a_plan_changes_a_model_while_it_is_on_and_leaves_no_trace(name, site):
-    model = build(name)
-    clean = logits(model)
-    with Calls(PRODUCTS if "matmul" in site else "softmax") as calls:
-        logits(model)
-    injection = st.inject(model, f"relative_gaussian:0.05@{site}", allow_inert=True)
-    with injection as ledger:
-        shaken = logits(model)
-        fired = ledger.sites[0].forward
-        injection.disable()
-        off = logits(model)
-    assert torch.equal(logits(model), clean)
-    assert torch.equal(off, clean) and torch.equal(shaken, clean) == (fired == 0)
-    assert fired == calls.count if site.startswith("op.") else fired == ledger.sites[0].matched

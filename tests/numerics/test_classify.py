@@ -22,29 +22,6 @@ def named(clean, got):
     return fault_class(got, clean[outside], clean[outside], outside)
 
 
-def with_lanes(clean, change, lanes=slice(None)):
-    got = clean.clone()
-    got[..., lanes] = change(clean[..., lanes].float()).to(clean.dtype)
-    return got
-
-
-CHANGES = {
-    "dead_zone": lambda y: torch.where(y.abs() < 2, 0.0, y),
-    "saturation": lambda y: y.clamp(-1.5, 1.5),
-    "gain": lambda y: y * 1.25,
-    "bias": lambda y: y + 0.75,
-    "wrong_values": lambda y: y.flip(1) + 0.001,
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("lanes", [slice(None), [3, 17]], ids=["all lanes", "two lanes"])
-@pytest.mark.parametrize("name", CHANGES)
-def test_each_pattern_has_its_name(name, lanes, dtype):
-    clean = healthy(dtype)
-    assert named(clean, with_lanes(clean, CHANGES[name], lanes)) == name
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("plan", ["gain:0.25", "bias:0.4", "dead_zone:0.2", "saturation:0.2", "truncation:2", "stuck_bit:2"])
 def test_planted_faults_get_their_own_name(plan, dtype):
@@ -77,12 +54,6 @@ def test_a_single_value_zeroed_clamped_or_wrong():
     assert named(clean, other) not in ("dead_zone", "saturation")
 
 
-def test_clamping_by_token_is_saturation():
-    clean = healthy()
-    limit = clean.abs().amax(-1, keepdim=True) * 0.5
-    assert named(clean, clean.clamp(-limit, limit)) == "saturation"
-
-
 def test_lanes_that_are_healthy_do_not_hide_a_pattern_of_bits():
     clean = healthy()
     got = clean.clone()
@@ -91,11 +62,6 @@ def test_lanes_that_are_healthy_do_not_hide_a_pattern_of_bits():
     got = clean.clone()
     got[..., 7] = (clean[..., 7].contiguous().view(torch.int32) & ~0xFFFF).view(torch.float32)
     assert named(clean, got) == "truncation"
-
-
-def test_a_result_of_no_dimension():
-    clean = torch.tensor(3.0)
-    assert named(clean, torch.tensor(4.0)) in ("wrong_values", "gain", "bias")
 
 
 @pytest.mark.parametrize(("share", "name"), [(0.001, "spike"), (0.04, "spike"), (0.06, "noise"), (1.0, "noise")])

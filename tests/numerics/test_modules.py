@@ -108,24 +108,7 @@ def test_another_eps_or_another_function_is_outside(right, wrong, dtype):
     assert outside(filled(right(), dtype), got, x).double().mean() > 0.3
 
 
-def test_a_slightly_different_eps_is_seen_in_float32():
-    x = draw(4, 32) * 0.1
-    got = filled(LlamaRMSNorm(32, eps=1.1e-5), torch.float32)(x).detach()
-    assert outside(filled(LlamaRMSNorm(32, eps=1e-5), torch.float32), got, x).double().mean() > 0.9
-
-
 # ---- what is a leaf
-
-
-def test_kinds():
-    found = {name: leaf_of(make()).kind for name, make in MODULES.items()}
-    assert found == {
-        "Linear": "linear", "Linear without bias": "linear", "Conv1D": "conv1d", "LlamaRMSNorm": "rmsnorm",
-        "Qwen3RMSNorm": "rmsnorm", "GemmaRMSNorm": "rmsnorm_one", "Gemma2RMSNorm": "rmsnorm_one", "LayerNorm": "layernorm",
-        "LayerNorm without bias": "layernorm", "LayerNorm without weight": "layernorm", "SiLU": "silu",
-        "SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "Dropout": "identity",
-        "Identity": "identity",
-    }  # fmt: skip
 
 
 class RMSNorm(nn.Module):
@@ -140,13 +123,6 @@ class RMSNorm(nn.Module):
         return self.weight * (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + self.eps)
 
 
-class OffsetRMSNorm(RMSNorm):
-    """Nearly right: times 1.001."""
-
-    def forward(self, x):
-        return 1.001 * self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-
 class NoEpsRMSNorm(RMSNorm):
     """Right, but with an eps that nobody can read."""
 
@@ -157,13 +133,6 @@ class NoEpsRMSNorm(RMSNorm):
 
     def forward(self, x):
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.hidden)
-
-
-class StubbornRMSNorm(LlamaRMSNorm):
-    """Cannot be built like the others, and does the same."""
-
-    def __init__(self, size, groups):
-        super().__init__(size)
 
 
 class GroupedRMSNorm(nn.Module):
@@ -201,24 +170,6 @@ class TwiceRoundedRMSNorm(nn.Module):
         return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)
 
 
-class LateEpsRMSNorm(RMSNorm):
-    """Adds its eps to the root, and not to what is under it."""
-
-    def forward(self, x):
-        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
-
-
-class HouseRMSNorm(nn.Module):
-    """Holds another module."""
-
-    def __init__(self, size, eps=1e-6):
-        super().__init__()
-        self.inner = LlamaRMSNorm(size, eps)
-
-    def forward(self, x):
-        return self.inner(x)
-
-
 class LoraLinear(nn.Linear):
     """A Linear, and more."""
 
@@ -229,8 +180,8 @@ class LoraLinear(nn.Linear):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: RMSNorm(8), lambda: OffsetRMSNorm(8), lambda: NoEpsRMSNorm(8), lambda: GroupedRMSNorm(8, 4),
-        lambda: BiasedRMSNorm(8), TwiceRoundedRMSNorm, lambda: LateEpsRMSNorm(8), lambda: HouseRMSNorm(8), lambda: LoraLinear(8, 8), NewGELUActivation, nn.ReLU, nn.GELU, nn.Tanh,
+        lambda: RMSNorm(8), lambda: NoEpsRMSNorm(8), lambda: GroupedRMSNorm(8, 4),
+        lambda: BiasedRMSNorm(8), TwiceRoundedRMSNorm, lambda: LoraLinear(8, 8), NewGELUActivation, nn.ReLU, nn.GELU, nn.Tanh,
         lambda: GELUActivation(use_gelu_python=True), lambda: GELUTanh(use_gelu_tanh_python=True), lambda: ACT2FN["gelu_new"],
         lambda: nn.Sequential(nn.Linear(2, 2)),
     ],
@@ -239,7 +190,7 @@ def test_whatever_has_no_definition_is_looked_into(make):
     assert leaf_of(make()) is None
 
 
-@pytest.mark.parametrize("make", [lambda: StubbornRMSNorm(8, 2), lambda: GroupedRMSNorm(8), lambda: GroupedRMSNorm(8, 8)])
+@pytest.mark.parametrize("make", [lambda: GroupedRMSNorm(8), lambda: GroupedRMSNorm(8, 8)])
 def test_a_norm_is_known_by_what_it_does_however_it_is_built(make):
     first, second = GroupedRMSNorm(8, 4), make()
     assert leaf_of(first) is None and leaf_of(second).kind.startswith("rmsnorm"), "one of a class says nothing of another"

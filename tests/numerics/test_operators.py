@@ -234,15 +234,6 @@ def test_clearly_wrong_results_are_outside(name, dtype):
             assert seen > least, f"case {number}: only {seen:.2f} of the wrong values are seen"
 
 
-@pytest.mark.parametrize("name", sorted(set(CASES) - {"gelu tanh"}))
-def test_a_value_that_is_no_number_is_outside(name):
-    dtype = torch.bfloat16 if name == "grouped_mm" else torch.float32
-    func, args, kwargs = next(CASES[name](dtype))
-    got = run(func, args, kwargs)
-    got.view(-1)[0] = math.nan
-    assert allowed(func, args, kwargs, got.dtype).outside(got).flatten().nonzero().flatten().tolist() == [0]
-
-
 # ---- oracles that are not torch
 
 
@@ -354,14 +345,6 @@ def test_products_of_rounded_factors_are_allowed_where_documented(func, args, kw
     assert not allowed(func, args, kwargs, torch.float32, precision=Precision(product_input=2.0**-10)).outside(got).any()
 
 
-def test_grouped_products_use_the_matrix_of_their_expert():
-    x, w, ends = draw(6, 4).bfloat16(), draw(3, 4, 5, seed=1).bfloat16(), torch.tensor([2, 2, 6], dtype=torch.int32)
-    right = torch.cat([x[:2] @ w[0], x[2:] @ w[2]])
-    bound = allowed(F.grouped_mm, (x, w, ends), {}, torch.bfloat16)
-    assert not bound.outside(right).any()
-    assert bound.outside(torch.cat([x[:2] @ w[0], x[2:] @ w[1]])).any(1).tolist() == [False] * 2 + [True] * 4
-
-
 def test_added_rows_may_meet_in_any_order_only_where_they_meet():
     base, rows = torch.zeros(3, 4).bfloat16(), draw(6, 4).bfloat16()
     index = torch.tensor([0, 0, 0, 0, 0, 1])
@@ -374,13 +357,6 @@ def test_added_rows_may_meet_in_any_order_only_where_they_meet():
     bound = allowed(torch.index_add, (base, 0, once, rows[:3]), {}, torch.bfloat16)
     assert not bound.outside(got).any()
     assert bound.outside(got * (1 + 2.0**-7)).double().mean() > 0.9
-
-
-def test_the_exponential_of_minus_infinity_is_zero():
-    x = torch.tensor([-math.inf, 0.0])
-    bound = allowed(torch.exp, (x,), {}, torch.float32)
-    assert not bound.outside(torch.tensor([0.0, 1.0])).any()
-    assert bound.outside(torch.tensor([7.0, 1.0])).tolist() == [True, False]
 
 
 KNOWN = [
@@ -423,14 +399,6 @@ def test_two_tensors_are_rounded_once(func, dtype):
     assert expected.outside(got + got.abs() * step).all()
 
 
-def test_adding_rounds_as_ieee_does():
-    """float32 sums against the exact ones, rounded by numpy."""
-    x, y = draw(500), draw(500, seed=1, scale=1e3)
-    expected, _ = judged(torch.add, (x, y))
-    exact = (x.double().numpy() + y.double().numpy()).astype(np.float32)
-    assert not expected.outside(torch.from_numpy(exact)).any()
-
-
 def every(dtype):
     """Every finite value of a 16-bit dtype."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -456,19 +424,6 @@ def test_a_number_meets_float32_as_it_is():
     assert not expected.outside(got).any()
 
 
-IN_PLACE = [torch.Tensor.add_, torch.Tensor.mul_, torch.Tensor.__imul__, torch.Tensor.div_, torch.Tensor.__isub__]
-
-
-@pytest.mark.parametrize("func", IN_PLACE)
-@pytest.mark.parametrize("other", [draw(40, seed=1), 0.3], ids=["tensor", "number"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_in_place_functions_are_judged_by_what_they_found(func, other, dtype):
-    other = other.to(dtype) if torch.is_tensor(other) else other
-    expected, got = judged(func, (draw(40).to(dtype), other))
-    assert not expected.outside(got).any()
-    assert expected.outside(got * 1.06).double().mean() > 0.9
-
-
 def test_a_division_may_be_a_product_with_the_inverse():
     x = draw(2000)
     expected, got = judged(torch.div, (x, 3.0))
@@ -476,17 +431,6 @@ def test_a_division_may_be_a_product_with_the_inverse():
     assert (inverse != got).any(), "the test needs values where the two differ"
     assert not expected.outside(inverse).any()
     assert expected.outside(got * (1 + 2.0**-22)).double().mean() > 0.9
-
-
-def test_in_place_without_a_result():
-    x = draw(4, 4)
-    args = (x, (slice(None), 1), draw(4, seed=1))
-    call = host_call(torch.Tensor.__setitem__, args, {}, x.dtype)
-    expected = rounded_once(call, "__setitem__")
-    x[:, 1] = draw(4, seed=1)
-    assert not expected.outside(x).any()
-    x[0, 0] += 1
-    assert expected.outside(x).sum() == 1
 
 
 def test_whole_numbers_are_computed_as_whole_numbers():

@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shaketable.numerics.intervals import Precision, device_precision, host_arithmetic
 
 EXACT = Precision()
-TF32 = Precision(2.0**-10, 0.0, "float32 products may use TF32: their factors are taken as rounded to 10 bits")
-BFLOAT = Precision(2.0**-8, 0.0, "float32 products may use bfloat16: their factors are taken as rounded to 8 bits")
+TF32 = Precision(2.0**-10, "float32 products may use TF32: their factors are taken as rounded to 10 bits")
+BFLOAT = Precision(2.0**-8, "float32 products may use bfloat16: their factors are taken as rounded to 8 bits")
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ class DecoderParts:
         for layer in layers:
             lacks = [n for n in (*NORMS, "mlp") if n not in layer._modules]
             lacks += [n for n in ATTENTION if not hasattr(layer._modules.get("self_attn"), n)]
+            block = layer._modules.get("mlp")
+            lacks += [] if any(hasattr(block, n) for n in ROUTERS) else [n for n in MLP if not hasattr(block, n)]
             if lacks or len([n for n in layer._modules if "norm" in n]) != len(NORMS):
                 what = f"has no {lacks[0]}" if lacks else "has other norms"
                 raise UnavailableError(
@@ -136,8 +138,8 @@ class DecoderObserver:
         block = layer._modules["mlp"]
         assert block is not None
         if not all(name in block._modules for name in MLP):
-            name: str | None = next((n for n in ROUTERS if n in block._modules), None)
-            if name is not None and block._modules[name]._parameters.get("weight") is not None:  # type: ignore[union-attr]
+            name = next(n for n in ROUTERS if hasattr(block, n))
+            if block.get_submodule(name)._parameters.get("weight") is not None:
                 self.modules[f"{path}.{name}"] = ("router", index)
             self.modules[path] = ("experts", index)
             return

@@ -51,8 +51,6 @@ class Record:
     """Whether a leaf wrote into its arguments."""
     autocast: torch.dtype | None = None
     """The dtype of the autocast that the model's own code put on; None without."""
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that a leaf was called with in the place of its parameters, as `functional_call` does."""
 
     @property
     def function(self) -> str | None:
@@ -124,14 +122,14 @@ class Recorder(TorchFunctionMode):
         self._known: dict[int, Tensor] = {}
         self._owned: set[int] = set()
         self._patched = patched_methods()
-        self._resting: dict[int, dict[str, Tensor | None]] = {}
+        self._parameters: set[int] = set()
 
     @contextmanager
     def watching(self) -> Iterator[Recording]:
         """Hook the root and its parts, and watch functions, while the context is open."""
         hooks = [hook for path, module in self._parts() for hook in self._hook(path, module)]
         tensors = [tensor for module in self.root.modules() for tensor in tensors_of(vars(module))]
-        self._resting = {id(module): dict(module._parameters) for module in self.root.modules()}
+        self._parameters = {id(p) for p in self.root.parameters()}
         self._owned = {t.untyped_storage().data_ptr() for t in tensors if t.layout == torch.strided}
         self._keep = tensors
         try:
@@ -231,14 +229,10 @@ class Recorder(TorchFunctionMode):
             return True
         return tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() in self._owned
 
-    def replaced(self, module: nn.Module) -> dict[str, Tensor]:
-        """Tensors that replace a module's parameters during a call, as `functional_call` puts them."""
-        return {
-            f"{path}.{name}".lstrip("."): tensor
-            for path, part in module.named_modules()
-            for name, tensor in part._parameters.items()
-            if tensor is not None and tensor is not self._resting.get(id(part), part._parameters).get(name)
-        }
+    def check_parameters(self, path: str, module: nn.Module) -> None:
+        """Refuse a call with other tensors in the place of a module's parameters, as `functional_call` puts them."""
+        if any(id(p) not in self._parameters for p in module.parameters()):
+            raise ModelError(f"{path} is called with other tensors than its parameters (functional_call); that is not judged")
 
     # ---- containers: hooks that find values which other code's hooks have changed
 
@@ -335,12 +329,11 @@ class _Leaf:
         self.path = path
         self.arguments: list[tuple[Any, _Copies]] = []
         self.external: tuple[str, ...] = ()
-        self.weights: dict[str, Tensor] = {}
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.recorder._depth == 0:
             self.external = self.recorder.external(args, kwargs)
-            self.weights = self.recorder.replaced(module)
+            self.recorder.check_parameters(self.path, module)
             with torch._C.DisableTorchFunction():
                 is_torch_s = type(module).__module__.startswith("torch.nn.")  # of which `inplace` is known
                 may_overwrite = getattr(module, "inplace", False) is True or not is_torch_s
@@ -358,7 +351,7 @@ class _Leaf:
             if overwrites:
                 self.recorder.put_back(copies)
                 given, named = copies.of(given), copies.of(named)
-            self.recorder.note(Record(self.path, None, given, named, output, self.external, overwrites, weights=self.weights))
+            self.recorder.note(Record(self.path, None, given, named, output, self.external, overwrites))
 
 
 @contextmanager

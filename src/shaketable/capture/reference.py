@@ -1,8 +1,8 @@
 """The reference that a device is compared with: the model's class rebuilt from its config, and the weights of its file.
 
-The skeleton has parameters without values and gives definitions (which module is what, with which eps). Weights are read
-from the file when they are asked for, one layer at a time, and cast on the host to the device's dtype, as loading does.
-A model that came without a file is its own reference: then a wrong weight is not seen, and the diagnosis says so.
+The skeleton has parameters without values and gives definitions (which module is what, with which eps). The source is loaded
+on the host as a second model, and its weights are cast to the device's dtype, as loading does. A model that came without a
+source is its own reference: then a wrong weight is not seen, and the diagnosis says so.
 
 `describe` names a model, its device and this installation: the facts that must agree before two devices are compared.
 """
@@ -16,13 +16,12 @@ import inspect
 import json
 import platform
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata as packages
-from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Literal, cast
 
@@ -75,6 +74,7 @@ class Reference:
     def __init__(self, model: nn.Module, source: str | None = None, layers: str | None = None) -> None:
         self.layers, self.paths = find_layers(model, layers)
         self.source = source
+        self._file = None if source is None else _load(source, model)
         self.is_rebuilt = False
         self._config: Any = getattr(model, "config", None)
         self.other_config: list[str] = []
@@ -89,7 +89,6 @@ class Reference:
         }
         self._homes = {p.untyped_storage().data_ptr(): name for name, p in alone.items()}
         """By their memory: parameters that have it for themselves, so that whatever lies in there is a part of them."""
-        self._files = None if source is None else _open(source, self._parameters, hasattr(model, "peft_config"))
         sizes = Counter[torch.dtype]()
         for parameter in self._parameters.values():
             sizes[parameter.dtype] += parameter.numel()
@@ -113,8 +112,8 @@ class Reference:
             self.unexplained = min(_paths(skeleton) ^ _paths(model))
             skeleton = None
         config: Any = getattr(model, "config", None)
-        if self.source is not None and hasattr(config, "to_dict"):
-            given = _config_of(self.source, config)
+        if self._file is not None and hasattr(config, "to_dict"):
+            given = _config_like(config, self._file.config)
             if skeleton is not None and given is not None:
                 skeleton = _rebuilt_with_adapters(model, given) or skeleton
                 if _paths(skeleton) != _paths(model):
@@ -131,7 +130,7 @@ class Reference:
     @property
     def has_file(self) -> bool:
         """Whether weights come from a file rather than from the device."""
-        return self._files is not None
+        return self._file is not None
 
     def weight(self, name: str) -> Tensor:
         """A parameter by its full name, in the device's dtype, on the host."""
@@ -139,7 +138,8 @@ class Reference:
             raise LookupError(f"it has no parameter {name.rpartition('.')[2]}, which the config gives it")
         own = self._parameters[name]
         if name not in self._recent:
-            given = own.detach().cpu() if self.is_trusted(name) else self._file(name)
+            held = None if self._file is None else self._file.parameters.get(name)
+            given = own.detach().cpu() if held is None else held
             if given.shape != own.shape:
                 shapes = f"has the shape {tuple(own.shape)} where {self.source} holds {tuple(given.shape)}"
                 raise ModelError(f"{name} {shapes}; give the source of this model, or none")
@@ -148,19 +148,15 @@ class Reference:
 
     def is_trusted(self, name: str) -> bool:
         """Whether a parameter is in no file, and so is its own reference."""
-        return self._files is None or name not in self._files.parameters
-
-    def _file(self, name: str) -> Tensor:
-        assert self._files is not None
-        return self._files.parameters[name]()
+        return self._file is None or name not in self._file.parameters
 
     def lowered(self) -> Iterator[tuple[str, bool]]:
         """Parameters that are held in a lower dtype than the model's, in words; and whether the file holds more of them."""
         for name, p in self._parameters.items():
             if UNIT.get(p.dtype, 0.0) > UNIT[self.dtype]:
                 held, main = (str(dtype).removeprefix("torch.") for dtype in (p.dtype, self.dtype))
-                file = None if self.is_trusted(name) else self._file(name).to(self.dtype)
-                is_rounded = file is not None and not torch.equal(file, p.detach().cpu().to(self.dtype))
+                file = None if self._file is None else self._file.parameters.get(name)
+                is_rounded = file is not None and not torch.equal(file.to(self.dtype), p.detach().cpu().to(self.dtype))
                 yield f"{name} is held in {held} in a model of {main}", is_rounded
 
     def near(self, tensor: Tensor) -> Tensor:
@@ -234,8 +230,7 @@ class Reference:
             given = self._given(part, full, name, expected._buffers.get(name))
             if buffer is None or given is None or buffer.layout != torch.strided or _agree(buffer, given):
                 continue
-            if self._is_static(expected) or not any(_agree(buffer, other) for other in _rotations(part, expected)):
-                yield name, _unlike_buffer(name, buffer, given), _agree(buffer, given, UNIT.get(buffer.dtype, 0.0))
+            yield name, _unlike_buffer(name, buffer, given), _agree(buffer, given, UNIT.get(buffer.dtype, 0.0))
 
     def _unlike_own_config(self, own: Any, given: Any) -> Iterator[str]:
         """Keys of the config that a module holds, where it is not the model's own, that are not what they should be."""
@@ -246,33 +241,16 @@ class Reference:
             yield f"its attention is {kinds[0]!r} where the model's is {kinds[1]!r}"
         yield from (text for text in _unlike_config(own, given) if text not in self.other_config)
 
-    def unlike_siblings(self) -> Iterator[str]:
-        """Attributes in which one layer differs from all the others, in words; only for a model without a config."""
-        if self.is_rebuilt or len(self.layers) < 3:
-            return
-        parts = [{path: attributes_of(part) for path, part in layer.named_modules()} for layer in self.layers]
-        for path, attributes in parts[0].items():
-            for name in attributes:
-                values = [part[path].get(name, _MISSING) if path in part else _MISSING for part in parts]
-                compared = [_comparable(value) for value in values]
-                common = max(compared, key=compared.count)
-                odd = [i for i, value in enumerate(compared) if value != common]
-                if len(odd) == 1 and values[odd[0]] is not _MISSING and not (callable(values[odd[0]]) and common is _MISSING):
-                    where, value = ".".join(p for p in (self.paths[odd[0]], path) if p), values[odd[0]]
-                    usual = _in_words(values[compared.index(common)])
-                    yield f"{where}: its {name} is {_in_words(value)} where it is {usual} in the other layers"
-
     def _given(self, part: nn.Module, full: str, name: str, built: Tensor | None) -> Tensor | None:
         """Reference values of a buffer: from the file if it is saved there, else as the config's class makes it."""
-        if name in part._non_persistent_buffers_set or self._files is None:
+        if name in part._non_persistent_buffers_set or self._file is None:
             return built
-        read = self._files.buffers.get(canonical(f"{full}.{name}".lstrip(".")))
-        return built if read is None else read()
+        return self._file.buffers.get(canonical(f"{full}.{name}".lstrip(".")), built)
 
     def _may_be_right(self, part: nn.Module, name: str) -> bool:
         """Whether a number that is not the config's may have been trained and saved, or written by the model's own code."""
         buffer = part._buffers.get(name)
-        is_saved = buffer is not None and name not in part._non_persistent_buffers_set and self._files is None
+        is_saved = buffer is not None and name not in part._non_persistent_buffers_set and self._file is None
         is_written = buffer is not None and buffer.untyped_storage().data_ptr() in self.written
         is_followed = buffer is not None and not self._is_static(part)
         return is_saved or is_written or is_followed or name[0] == "_" or sets_attribute(type(part), name)
@@ -323,15 +301,9 @@ def _paths(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_modules()}
 
 
-def _config_of(source: str, own: Any) -> Any:
+def _config_like(own: Any, given: Any) -> Any:
     """The config of a source, told to attend as the model does; None when it is for another class."""
-    from shaketable.models import load_config
-
-    file = Path(source).expanduser() / "config.json"
-    if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("model_type") == own.model_type:
-        config = type(own).from_pretrained(file.parent)  # also where the class came with the checkpoint
-    else:
-        config = load_config(source)
+    config = copy.deepcopy(given)
     if type(config) is not type(own):
         config = config.get_text_config()
     if type(config) is not type(own):
@@ -350,19 +322,6 @@ def _unlike_config(own: Any, given: Any) -> Iterator[str]:
             continue
         if json.dumps(mine.get(key), default=str, sort_keys=True) != json.dumps(other.get(key), default=str, sort_keys=True):
             yield f"{key} is {mine.get(key)!r} where the file says {other.get(key)!r}"
-
-
-def _rotations(part: nn.Module, expected: nn.Module) -> Iterator[Tensor]:
-    """Frequencies that a rotation which follows the length may hold after a longer sequence, as its buffers round them."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    config: Any = getattr(expected, "config", None)
-    found = [b for b in expected._buffers.values() if b is not None]
-    original = (config.rope_parameters or {}).get("original_max_position_embeddings", 0)
-    for length in (getattr(part, "max_seq_len_cached", 0), original + 1):
-        found.append(ROPE_INIT_FUNCTIONS[str(expected.rope_type)](config, torch.device("cpu"), seq_len=int(length))[0])
-    dtypes = {b.dtype for b in part._buffers.values() if b is not None and b.is_floating_point()}
-    yield from (frequencies.to(dtype) for frequencies in found for dtype in dtypes)
 
 
 def rebuilt(model: nn.Module, config: Any = None) -> nn.Module | None:
@@ -464,67 +423,26 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Source:
-    """The tensors of a model's files, each read when it is asked for."""
+    """The config and the tensors of a model's source."""
 
-    parameters: Mapping[str, Callable[[], Tensor]]
+    config: Any
+    parameters: dict[str, Tensor]
     """By the model's names; those of an adapter are not in the files of its base."""
-    buffers: Mapping[str, Callable[[], Tensor]]
+    buffers: dict[str, Tensor]
 
 
-def _open(source: str, parameters: dict[str, Any], is_adapted: bool) -> _Source:
-    """A folder whose names are the model's is read tensor by tensor; anything else is loaded as a second model."""
-    from shaketable.models import BUILT_IN, built_in_path
-
-    folder = built_in_path(source) if source in BUILT_IN else Path(source).expanduser()
-    if not folder.is_dir():
-        return _loaded(source, parameters, is_adapted)
-    files = {key: partial(_read, file, key) for key, file in _index(folder).items()}
-    keys = {name: next((key for key in (name, canonical(name)) if key in files), "") for name in parameters}
-    tied = {id(p): keys[name] for name, p in parameters.items() if keys[name]}
-    keys = {name: keys[name] or tied.get(id(p), "") for name, p in parameters.items()}
-    found = {name: files[key] for name, key in keys.items() if key}
-    is_enough = len(found) == len(keys) or (is_adapted and found)
-    return _Source(found, files) if is_enough else _loaded(source, parameters, is_adapted)
-
-
-def _read(path: Path, key: str) -> Tensor:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(key)
-    return tensor
-
-
-def _loaded(source: str, names: Collection[str], is_adapted: bool) -> _Source:
+def _load(source: str, model: nn.Module) -> _Source:
     from shaketable.models import load_model
 
-    model, _ = load_model(source, tokenizer=False)
-    given = dict(model.named_parameters(remove_duplicate=False))
+    loaded, _ = load_model(source, tokenizer=False)
+    given = dict(loaded.named_parameters(remove_duplicate=False))
     given |= {canonical(name): p for name, p in given.items()}
-    found = {name: given.get(name, given.get(canonical(name))) for name in names}
-    lacking = [name for name, p in found.items() if p is None]
-    if lacking and not is_adapted:
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found = {name: p.detach() for name in names if (p := given.get(name, given.get(canonical(name)))) is not None}
+    lacking = [name for name in names if name not in found]
+    if lacking and not hasattr(model, "peft_config"):
         raise ModelError(f"{source} is not the source of this model: it holds no {lacking[0]} ({len(lacking)} missing)")
-    parameters = {name: p.detach for name, p in found.items() if p is not None}
-    return _Source(parameters, {name: buffer.detach for name, buffer in model.named_buffers()})
-
-
-def _index(folder: Path) -> dict[str, Path]:
-    """Which file holds which tensor."""
-    from safetensors import SafetensorError, safe_open
-
-    index = folder / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            table: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {key: folder / file for key, file in table.items()}
-        found: dict[str, Path] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                found |= dict.fromkeys(file.keys(), path)
-    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ModelError(f"the weights in {folder} cannot be read again: {error}") from error
-    return found
+    return _Source(loaded.config, found, dict(loaded.named_buffers()))
 
 
 def _containers(model: nn.Module) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
@@ -190,8 +190,6 @@ class LayerCall:
     output: Any
     overwrites: bool = False
     """Whether it writes into its arguments."""
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that it was called with in the place of its parameters."""
     autocast: torch.dtype | None = None
     """The dtype of the autocast that the model puts around it."""
 
@@ -218,8 +216,6 @@ class LayerCall:
         args, kwargs = copied(given, torch.clone) if self.overwrites else snapshot(given)
         autocast = torch.autocast(self.x.device.type, self.autocast, enabled=self.autocast is not None)
         with _without_shortcuts(), autocast, torch.inference_mode() if self.x.is_inference() else nullcontext():
-            if self.weights:
-                return torch.func.functional_call(self.module, self.weights, args, kwargs)
             return self.module(*args, **kwargs)
 
 
@@ -293,7 +289,7 @@ def trace(model: nn.Module, ids: Tensor, reference: Reference, arguments: Argume
             index = places[id(module)]
             if index in calls:
                 raise ModelError(f"{record.path} is called more than once in a forward; locate follows one call per layer")
-            given = (record.args, record.kwargs, record.output, record.overwrites, record.weights, record.autocast)
+            given = (record.args, record.kwargs, record.output, record.overwrites, record.autocast)
             calls[index] = LayerCall(index, record.path, module, *given)
     if len(calls) != len(layers):
         missing = next(i for i in range(len(layers)) if i not in calls)

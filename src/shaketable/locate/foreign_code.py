@@ -263,13 +263,11 @@ def _is_of(code: Any, home: str, packages: Collection[str] = ()) -> bool:
 
 
 def unmade(recording: Recording, prefix: str = "") -> Iterator[str]:
-    """Operators that were given a tensor that no operator made, or another weight, and modules that returned such a tensor."""
+    """Operators that were given a tensor that no operator made, and modules that returned one."""
     for record in recording.records:
         if record.external:
             path = _full(prefix, record.path)
             yield f"{path} was given values that no operator made" + (f" ({record.function})" if record.function else "")
-        if record.weights:
-            yield f"{_full(prefix, record.path)} was called with a {next(iter(record.weights))} that is not its parameter"
     for path in recording.unmade:
         yield f"{_full(prefix, path)} returned values that no operator made"
 

@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -119,32 +120,31 @@ def locate(
         raise ModelError(f"there is not enough memory on {_device(model)} for one layer's probes; use fewer tokens") from error
 
 
+@dataclass
 class Locator:
-    """One run of locate: the model, its reference, and the cost so far."""
+    """One run of locate: the model, its reference, and the cost so far. The arguments are those of `locate`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mode: str = "all",
-        source: str | None = None,
-        seed: int = 0,
-        progress: Progress | None = None,
-        layers: str | None = None,
-        arguments: Arguments | None = None,
-        quick: bool = False,
-        strict: bool = False,
-    ) -> None:
-        self.model, self.mode, self.seed = model, mode, seed
-        self.quick, self.strict, self.arguments = quick, strict, arguments
-        self.tell = progress or (lambda done, total, text: None)
-        self.device, self.dtype = _device(model), next(model.parameters()).dtype
-        self.reference = Reference(model, source, layers)
+    model: nn.Module
+    mode: str = "all"
+    source: str | None = None
+    seed: int = 0
+    progress: Progress | None = None
+    layers: str | None = None
+    arguments: Arguments | None = None
+    quick: bool = False
+    strict: bool = False
+    spent: dict[str, float] = field(default_factory=dict)
+    """Seconds by probe."""
+    uses: dict[str, Trace] = field(default_factory=dict)
+    """The model run in the other ways of `USES`."""
+    not_used: dict[str, str] = field(default_factory=dict)
+    """Why it could not be run in some of them."""
+
+    def __post_init__(self) -> None:
+        self.tell = self.progress or (lambda done, total, text: None)
+        self.device, self.dtype = _device(self.model), next(self.model.parameters()).dtype
+        self.reference = Reference(self.model, self.source, self.layers)
         self.precision = device_precision(self.device, self.dtype)
-        self.spent: dict[str, float] = {}
-        self.uses: dict[str, Trace] = {}
-        """The model run in the other ways of `USES`."""
-        self.not_used: dict[str, str] = {}
-        """Why it could not be run in some of them."""
 
     def run(self, ids: Tensor, plan: Any) -> Diagnosis:
         """Plant the plan if there is one, probe, decide."""
@@ -335,7 +335,7 @@ class Locator:
             why = f"{unexplained} is not what it gives" if unexplained else "the model cannot be built from one"
             found.append(f"classes, attributes and buffers of its modules against the config ({why})")
         unchecked = [one for one in reference.unlike(self.model) if one.status == "unchecked"]
-        found += [*reference.unlike_siblings(), *(f"{one.path or 'the model'}: {one.text}" for one in unchecked)]
+        found += [f"{one.path or 'the model'}: {one.text}" for one in unchecked]
         found += [text for text, is_rounded in reference.lowered() if not is_rounded]
         if reference.has_file and (own := [n for n, _ in self.model.named_parameters() if reference.is_trusted(n)]):
             found.append(f"{own[0]}, which is not in {reference.source}" + (f", and {len(own) - 1} more" if own[1:] else ""))

@@ -38,13 +38,11 @@ class Precision:
 
     product_input: float = 0.0
     """Relative rounding of the factors of float32 products: 2^-10 for TF32, 2^-8 for bfloat16 products."""
-    partial_sum: float = 0.0
-    """Relative rounding of partial sums of reduced-precision products (split-K reductions)."""
     note: str = ""
 
     def of(self, dtype: torch.dtype) -> float:
         """The one that applies to products with results of a dtype."""
-        return self.product_input if dtype == torch.float32 else self.partial_sum
+        return self.product_input if dtype == torch.float32 else 0.0
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ class Product:
 
     def _can_compare(self) -> bool:
         """Whether the host's own float32 product is a correct device's, of factors that float32 holds exactly."""
-        return _is_exact() and self.dtype in (torch.bfloat16, torch.float16) and not self.precision.partial_sum
+        return _is_exact() and self.dtype in (torch.bfloat16, torch.float16)
 
     def _outside_block(self, at: int, got: Tensor, host: Tensor | None) -> Tensor:
         if host is None:
@@ -245,9 +243,9 @@ def device_precision(device: torch.device, dtype: torch.dtype) -> Precision:
         return Precision()
     asked = torch.get_float32_matmul_precision()
     if device.type == "cuda" and (asked != "highest" or torch.backends.cuda.matmul.allow_tf32):
-        return Precision(2.0**-10, 0.0, "float32 products may use TF32: their factors are taken as rounded to 10 bits")
+        return Precision(2.0**-10, "float32 products may use TF32: their factors are taken as rounded to 10 bits")
     if device.type != "cuda" and asked == "medium":
-        return Precision(2.0**-8, 0.0, "float32 products may use bfloat16: their factors are taken as rounded to 8 bits")
+        return Precision(2.0**-8, "float32 products may use bfloat16: their factors are taken as rounded to 8 bits")
     return Precision()
 
 
