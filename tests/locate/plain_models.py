@@ -316,81 +316,6 @@ class GPTFast(nn.Module):
         return self.output(self.norm(x))
 
 
-# ---- einsum and ALiBi, keyword arguments all the way down
-
-
-class AlibiAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.to_q, self.to_kv = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.to_out = nn.Sequential(nn.Linear(WIDTH, WIDTH * 2, bias=False), nn.GLU())
-        slopes = torch.tensor([2 ** (-8 * (i + 1) / HEADS) for i in range(HEADS)])
-        self.register_buffer("slopes", slopes.view(HEADS, 1, 1), persistent=False)
-
-    def forward(self, x, mask=None, **kwargs):
-        b, n, _ = x.shape
-        k, v = self.to_kv(x).chunk(2, dim=-1)
-        q, k, v = (t.reshape(b, n, HEADS, SIZE).permute(0, 2, 1, 3) for t in (self.to_q(x), k, v))
-        dots = torch.einsum("b h i d, b h j d -> b h i j", q, k) * SIZE**-0.5
-        i = torch.arange(n, device=x.device)
-        dots = dots - (i[None, :] - i[:, None]).abs().to(dots.dtype) * self.slopes
-        dots = dots.masked_fill(torch.ones((n, n), dtype=torch.bool, device=x.device).triu(1), -torch.finfo(dots.dtype).max)
-        attn = dots.softmax(dim=-1, dtype=torch.float32).type(dots.dtype)
-        out = torch.einsum("b h i j, b h j d -> b h i d", attn, v)
-        return self.to_out(out.permute(0, 2, 1, 3).reshape(b, n, WIDTH))
-
-
-class ReluSquared(nn.Module):
-    def forward(self, x):
-        return F.relu(x) ** 2
-
-
-class ScaleNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale, self.g = WIDTH**0.5, nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return F.normalize(x, dim=-1) * self.scale * self.g
-
-
-class AlibiBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm1, self.norm2, self.attn = ScaleNorm(), ScaleNorm(), AlibiAttention()
-        self.ff = nn.Sequential(
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), ReluSquared()), nn.Dropout(0.0), nn.Linear(4 * WIDTH, WIDTH)
-        )
-
-    def forward(self, *, x, mask=None, **kwargs):
-        x = x + self.attn(self.norm1(x), mask=mask, **kwargs)
-        return x + self.ff(self.norm2(x))
-
-
-class AlibiDecoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([AlibiBlock() for _ in range(LAYERS)])
-
-    def forward(self, x, mask=None, **kwargs):
-        for block in self.layers:
-            x = block(x=x, mask=mask, **kwargs)
-        return x
-
-
-class XTransformer(nn.Module):
-    """What it does not know goes on to its layers; logits and an embedding come back."""
-
-    def __init__(self):
-        super().__init__()
-        self.token_emb, self.attn_layers = nn.Embedding(VOCABULARY, WIDTH), AlibiDecoder()
-        self.norm, self.to_logits = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, x, mask=None, **kwargs):
-        x = self.attn_layers(self.token_emb(x), mask=mask, **kwargs)
-        return self.norm(x), self.to_logits(self.norm(x))
-
-
 # ---- torch's own layers
 
 
@@ -570,7 +495,6 @@ MODELS = {
     "nanogpt_manual": lambda: NanoGPT(flash=False, bias=True),
     "reference_llama": ReferenceLlama,
     "gpt_fast": GPTFast,
-    "x_transformer": XTransformer,
     "encoder": Encoder,
     "encoder_first": lambda: Encoder(norm_first=True),
     "encoder_seq_first": lambda: Encoder(batch_first=False),

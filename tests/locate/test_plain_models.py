@@ -70,12 +70,6 @@ def test_the_fast_path_of_torch_s_layers_is_off_while_they_are_judged_and_that_i
     assert "fast path" not in located(build("nanogpt"), "nanogpt").sentence
 
 
-def test_a_function_without_a_module_is_judged_by_its_definition():
-    found = located(build("x_transformer"), "x_transformer")
-    assert "of norm only that the host makes the same bits is known" in found.sentence
-    assert "only that" not in located(build("nanogpt"), "nanogpt").sentence
-
-
 # ---- faulty
 
 

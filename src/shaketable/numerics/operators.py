@@ -15,7 +15,6 @@ Bounds of the larger ones (ua = 2^-24; u the unit roundoff of the dtype; K the l
     attention      δ = u|o| + (2u + 16ua(4 + ‖q‖·max‖k‖·scale + max|mask|))·(p|v|)     (p may be rounded before it meets v)
     index_add      δ = 1.5·u·n·Σ|x| for the n > 1 values of a row
     layer_norm     δ = 12ua·(|x − mean|/σ + rms(x)/σ)·|w| + 4ua·|b|
-    einsum         δ = ua·K·Σ|x||w|, and u·Σ|x||w| for every intermediate result that is rounded
     complex a·b    δ = 2ua·(|ac| + |bd|), 2ua·(|ad| + |bc|): a kernel may contract a product and the sum to one rounding
 
 Modules are judged by the *reference*, the model's class rebuilt from its config. The kind of an RMSNorm is not read from its
@@ -48,7 +47,7 @@ from shaketable.numerics.intervals import (
     product_slack,
     summation,
 )
-from shaketable.sites.nested_tensors import map_tensors, tensors_of
+from shaketable.sites.nested_tensors import tensors_of
 
 _MOVING = """
     cat concat stack contiguous reshape clone to float half bfloat16 double type type_as expand __getitem__ index_select
@@ -267,30 +266,6 @@ def normalised(x: Tensor, eps: float, dims: tuple[int, ...] = (-1,)) -> Tensor:
     return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
 
 
-def _einsum(call: Call) -> Around:
-    """Any number of factors; what is summed of one of them alone, and products of two of three, may be rounded in between."""
-
-    def computed(change: Callable[[Tensor], Tensor]) -> Tensor:
-        result: Tensor = call.func(*map_tensors(call.args, change))
-        return result
-
-    value, size = computed(call.wide), computed(lambda factor: call.wide(factor).abs())
-    terms = computed(lambda factor: torch.ones(factor.shape, dtype=torch.float64))
-    factors = len(list(tensors_of(call.args)))
-    between = 0 if _sums_only_shared(call.args[0], factors) else factors
-    documented = call.precision.of(call.dtype)
-    return Around(value, (UA * terms + 2 * between * UNIT[call.dtype] + 2 * documented) * size + TINY, call.dtype)
-
-
-def _sums_only_shared(equation: Any, factors: int) -> bool:
-    """Whether an einsum is one product of two factors, and sums only over what both have."""
-    if not isinstance(equation, str) or factors != 2:
-        return False
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    one, two = (set(letters) for letters in inputs.split(","))
-    return (one ^ two) <= set(output) or "->" not in equation
-
-
 def _conv1d(call: Call) -> Around:
     x, w, bias, rest = call.wide(call.args[0]), call.get(1, "weight").double(), call.get(2, "bias"), call.args[3:]
     rest_by_name = {k: v for k, v in call.kwargs.items() if k not in ("input", "weight", "bias")}
@@ -302,14 +277,6 @@ def _conv1d(call: Call) -> Around:
         slack = slack + UNIT[call.dtype] * value.abs() + UA * bias.double().abs()[:, None]
         value = value + bias.double()[:, None]
     return Around(value, slack, call.dtype)
-
-
-def _glu(call: Call) -> Around:
-    """Half of the channels times the sigmoid of the others, which may be rounded first, and may be zero far below zero."""
-    a, b = call.wide(call.args[0]).chunk(2, call.get(1, "dim", -1))
-    y = a * torch.sigmoid(b)
-    relative = 20 * UA + (2 * UNIT[call.dtype] if call.dtype in REDUCED else 0.0)
-    return Around(y, torch.where(b < -80, 1.0, relative) * y.abs() + TINY, call.dtype)
 
 
 def _relative(
@@ -390,9 +357,7 @@ BOUNDED: dict[str, Callable[[Call], Allowed]] = {
     "scaled_dot_product_attention": attention,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
-    "einsum": _einsum,
     "conv1d": _conv1d,
-    "glu": _glu,
     "silu": lambda call: silu(call.wide(call.args[0]), call.dtype),
     "gelu": lambda call: gelu(call.wide(call.args[0]), call.dtype, call.kwargs.get("approximate", "none")),
     "tanh": _relative(torch.tanh, 12),
