@@ -432,7 +432,7 @@ class Experts(nn.Module):
         return Answer(self.output(self.norm(h)), states)
 
 
-# ---- recurrence and convolution
+# ---- recurrence
 
 
 class LSTMBlock(nn.Module):
@@ -461,47 +461,16 @@ class LSTMStack(nn.Module):
         return self.decoder(x), states
 
 
-class ConvBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.in_proj = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
-        self.conv1d = nn.Conv1d(WIDTH, WIDTH, kernel_size=4, groups=WIDTH, padding=3)
-        self.out_proj = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        u, gate = self.in_proj(self.norm(x)).chunk(2, dim=-1)
-        u = self.conv1d(u.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
-        return x + self.out_proj(F.silu(u) * torch.sigmoid(gate))
-
-
-class Convolution(nn.Module):
-    """A gated causal convolution; the head is tied to the embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.h = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([ConvBlock() for _ in range(LAYERS)])
-        self.norm_f, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.lm_head.weight = self.embedding.weight
-
-    def forward(self, input_ids):
-        x = self.embedding(input_ids)
-        for block in self.h:
-            x = block(x)
-        return self.lm_head(self.norm_f(x))
-
-
 MODELS = {
     "nanogpt": NanoGPT,
     "nanogpt_manual": lambda: NanoGPT(flash=False, bias=True),
     "reference_llama": ReferenceLlama,
     "gpt_fast": GPTFast,
     "encoder": Encoder,
-    "encoder_first": lambda: Encoder(norm_first=True),
     "encoder_seq_first": lambda: Encoder(batch_first=False),
     "own_attention": OwnAttention,
     "experts": Experts,
     "lstm_stack": LSTMStack,
-    "convolution": Convolution,
 }
 ARGUMENTS = {"gpt_fast": {"input_pos": torch.arange(16)}}
 """What a model needs besides 16 tokens."""

@@ -115,13 +115,6 @@ def test_a_device_that_selects_wrongly(name):
     assert diagnosis.verdict == "FAULT" or not mode.count, diagnosis.sentence
 
 
-def test_ties_may_come_in_any_order():
-    step = lambda u: u.round().gather(-1, u.round().topk(64).indices)  # noqa: E731
-    with Wrong(aten.topk, lambda y, args: (y[0], (64 - 1 - args[0].flip(-1).topk(64).indices))) as mode:
-        assert located(gpt(step)).verdict == "HEALTHY"
-    assert mode.count
-
-
 def moved(result, args):
     """A view of the same shape that starts elsewhere."""
     x = args[0]
@@ -415,12 +408,6 @@ class Autocast(nn.Module):
             return x + self.up(self.norm(self.up(x)))
 
 
-class AutocastRMS(Autocast):
-    def __init__(self, step):
-        super().__init__(step)
-        self.norm = nn.RMSNorm(32)
-
-
 class LlamaNormAutocast(Autocast):
     def __init__(self, step):
         super().__init__(step)
@@ -431,7 +418,7 @@ class LlamaNormAutocast(Autocast):
             self.norm.weight.add_(torch.randn(32) * 0.1)
 
 
-@pytest.mark.parametrize("block", [Autocast, AutocastRMS, LlamaNormAutocast])
+@pytest.mark.parametrize("block", [Autocast, LlamaNormAutocast])
 def test_autocast_of_the_model_s_own(block):
     diagnosis = located(gpt(block=block))
     assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
@@ -716,15 +703,7 @@ def with_lora_inside(model):
     return peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj", "v_proj"]), model).eval()
 
 
-def with_prefix(model):
-    import peft
-
-    return peft.get_peft_model(model, peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")).eval()
-
-
-@pytest.mark.parametrize(
-    "adapt", [with_lora, with_lora_and_a_trained_head, with_lora_inside, with_prefix], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("adapt", [with_lora, with_lora_and_a_trained_head, with_lora_inside], ids=lambda f: f.__name__)
 def test_adapters_do_not_keep_a_model_from_being_compared_with_its_config(adapt):
     pytest.importorskip("peft")
     healthy = located(adapt(build("llama")), strict=True)

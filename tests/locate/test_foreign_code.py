@@ -88,16 +88,9 @@ def test_foreign_code_is_named(case, mode):
     if diagnosis.verdict == "HEALTHY":
         assert diagnosis.foreign[0] in diagnosis.sentence
         assert "was trusted" in diagnosis.sentence
-
-
-@pytest.mark.parametrize("mode", ["host", "device", "all"])
-@pytest.mark.parametrize("case", CASES)
-def test_strict_does_not_believe_it(case, mode):
-    diagnosis = found(case(), mode, strict=True)
-    assert diagnosis.verdict in ("INCONCLUSIVE", "FAULT")
-    assert diagnosis.exit_code in (4, 1)
-    if diagnosis.verdict == "INCONCLUSIVE" and mode != "device":
-        assert CASES[case] in diagnosis.sentence
+    strict = found(case(), mode, strict=True)
+    assert strict.verdict in ("INCONCLUSIVE", "FAULT")
+    assert strict.verdict == "FAULT" or mode == "device" or CASES[case] in strict.sentence
 
 
 def test_values_that_no_operator_made_are_named():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shaketable as st
 from shaketable.sites.structure import find_layers
@@ -28,12 +27,6 @@ def assert_not_faulty(name, found):
 @EVERY
 def test_a_healthy_model_is_healthy(name):
     assert_not_faulty(name, st.locate(build(name), mode="host", input_ids=IDS))
-
-
-@EVERY
-def test_device_mode_says_why_it_knows_no_gauge(name):
-    found = st.locate(build(name), mode="device", input_ids=IDS)
-    assert found.verdict == "INCONCLUSIVE" and "no symmetries are known" in found.sentence and not found.evidence
 
 
 @pytest.mark.slow
@@ -64,23 +57,6 @@ def last_linear(model):
     return [module for module in layers[-2].modules() if isinstance(module, nn.Linear)]
 
 
-class Wrong(TorchDispatchMode):
-    """One product of a forward is one percent too large in one channel, every time."""
-
-    def __init__(self, at):
-        super().__init__()
-        self.at, self.seen = at, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
-            shape = tuple(args[-1].shape), tuple(result.shape)
-            if shape == self.at:
-                result[..., 1].mul_(1.01)
-                self.seen += 1
-        return result
-
-
 @EVERY
 def test_a_channel_that_is_wrong_is_found_in_its_linear(name):
     model = build(name)
@@ -102,30 +78,3 @@ def test_a_channel_that_is_wrong_is_found_in_its_linear(name):
         assert found.verdict == "FAULT" and f"{layer}.{found.op}" in named and found.lanes == [1], found.sentence
     else:
         assert any("a forward of its own" in code for code in found.foreign), found.sentence
-
-
-@EVERY
-def test_a_product_that_is_wrong_below_torch_is_not_called_healthy(name):
-    """Every product with the shape of the head's: whoever wrote the head, and however."""
-    model = build(name)
-    with torch.no_grad():
-        model(input_ids=IDS)
-    heads = Heads()
-    with torch.no_grad(), heads:
-        model(input_ids=IDS)
-    with Wrong(heads.last) as device:
-        found = st.locate(model, mode="host", input_ids=IDS)
-    assert device.seen and found.verdict != "HEALTHY", found.sentence
-    assert found.verdict == "FAULT" or name in UNSURE, found.sentence
-
-
-class Heads(TorchDispatchMode):
-    """The shapes of the last product of a forward."""
-
-    last = None
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
-            self.last = tuple(args[-1].shape), tuple(result.shape)
-        return result

@@ -196,15 +196,6 @@ def test_a_norm_is_known_by_what_it_does_however_it_is_built(make):
     assert leaf_of(first) is None and leaf_of(second).kind.startswith("rmsnorm"), "one of a class says nothing of another"
 
 
-def test_a_norm_is_known_on_the_meta_device_too():
-    with torch.device("meta"):
-        norm = LlamaRMSNorm(16, eps=3e-5)
-    assert leaf_of(norm).kind == "rmsnorm"
-    x = draw(2, 16)
-    right = LlamaRMSNorm(16, eps=3e-5)
-    assert not outside(right, right(x).detach(), x, leaf=leaf_of(norm)).any()
-
-
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("kind", [Olmo2RMSNorm, GptOssRMSNorm, nn.RMSNorm])
 def test_norms_that_round_once(kind, dtype):
