@@ -478,10 +478,13 @@ def function_name(func: Any) -> str:
     return name
 
 
+def is_in_place(name: str) -> bool:
+    """Whether a function of that name writes into its first argument."""
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
 def _overwrites(func: Any, kwargs: dict[str, Any]) -> bool:
-    name = function_name(func)
-    named = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    return named or kwargs.get("out") is not None or kwargs.get("inplace") is True
+    return is_in_place(function_name(func)) or kwargs.get("out") is not None or kwargs.get("inplace") is True
 
 
 def is_wrapped(tensor: Tensor) -> bool:

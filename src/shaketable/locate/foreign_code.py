@@ -119,11 +119,10 @@ def _replaced_in_torch(where: str, owner: Any) -> Iterator[str]:
 class FileText:
     """The names that a file's text binds."""
 
-    defined: dict[str, set[str]] = field(default_factory=dict)
-    """Functions and classes by their qualified names, with the packages of their decorators."""
+    defined: set[str] = field(default_factory=set)
+    """Functions and classes by their qualified names."""
     decorated: set[str] = field(default_factory=set)
-    assigned: dict[str, set[str]] = field(default_factory=dict)
-    """With the packages of what they are made of."""
+    assigned: set[str] = field(default_factory=set)
     imported: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
     """Module and name; the name is empty for a module, and * for all of one."""
 
@@ -152,27 +151,21 @@ def _text(file: str) -> FileText | None:
             for alias in node.names:
                 found.imported.setdefault(alias.asname or alias.name.partition(".")[0], set()).add((alias.name, ""))
 
-    def packages(*nodes: ast.AST) -> set[str]:
-        names = [word.id for node in nodes for word in ast.walk(node) if isinstance(word, ast.Name)]
-        return {module.partition(".")[0] for name in names for module, _ in found.imported.get(name, ())}
-
-    def define(node: ast.AST, prefix: str, around: set[str], is_decorated: bool) -> None:
+    def define(node: ast.AST, prefix: str, is_decorated: bool) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                name, own = prefix + child.name, around | packages(*child.decorator_list)
-                found.defined.setdefault(name, set()).update(own)
+                name = prefix + child.name
+                found.defined.add(name)
                 if is_decorated or child.decorator_list:
                     found.decorated.add(name)
                 if isinstance(child, ast.ClassDef):
-                    define(child, f"{name}.", own, name in found.decorated)
+                    define(child, f"{name}.", name in found.decorated)
             else:
                 if isinstance(child, ast.Assign) and not prefix:
-                    for target in child.targets:
-                        if isinstance(target, ast.Name):
-                            found.assigned.setdefault(target.id, set()).update(packages(child.value))
-                define(child, prefix, around, is_decorated)
+                    found.assigned |= {target.id for target in child.targets if isinstance(target, ast.Name)}
+                define(child, prefix, is_decorated)
 
-    define(tree, "", set(), False)
+    define(tree, "", False)
     return found
 
 
@@ -215,7 +208,7 @@ def _is_bound(value: Any, name: str, file: str, text: FileText) -> bool:
         return True
     if any(_is_imported(value, name, *source) for source in (*text.imported.get(name, ()), *text.imported.get("*", ()))):
         return True
-    if name in text.assigned and (not isinstance(value, FunctionType | type) or _is_of(value, file, text.assigned[name])):
+    if name in text.assigned and (not isinstance(value, FunctionType | type) or _is_of(value, file, text.packages)):
         return True
     is_bound = "*" in text.imported or name in text.imported or name in text.defined or name in text.assigned
     return not is_bound and _is_of(value, file)
@@ -225,7 +218,7 @@ def _is_defined(value: Any, name: str, file: str, text: FileText) -> bool:
     """Whether a function or class is the one that a file's text defines under a name, with the decorators that it has there."""
     if isinstance(value, type):
         return (value.__module__, value.__qualname__) == (file, name)
-    if isinstance(value, functools.partial) or not _is_of(value, file, text.defined[name]):
+    if isinstance(value, functools.partial) or not _is_of(value, file, text.packages):
         return False
     wrapped = value
     while wrapped is not None:

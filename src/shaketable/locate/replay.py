@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shaketable.capture.recorder import Record, Recording, function_name, is_wrapped
+from shaketable.capture.recorder import Record, Recording, function_name, is_in_place, is_wrapped
 from shaketable.capture.reference import Reference
 from shaketable.numerics.intervals import Allowed, Precision, RoundingInterval, host_arithmetic
 from shaketable.numerics.operators import PRODUCTS, Call, Selection, allowed_results, parts
@@ -141,15 +141,8 @@ def judge(
 
 def _is_view(record: Record) -> bool:
     """Whether the result is the input's own memory: nothing was computed."""
-    name = record.function or ""
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in (
-        "__setitem__",
-        "__iadd__",
-        "__imul__",
-        "__itruediv__",
-    )
     given, made = list(tensors_of((record.args, record.kwargs))), list(tensors_of(record.output))
-    if record.func is None or in_place or any(is_wrapped(t) for t in (*given, *made)):
+    if record.function is None or is_in_place(record.function) or any(is_wrapped(t) for t in (*given, *made)):
         return False
     inputs = {t.untyped_storage().data_ptr() for t in given if t.numel()}
     return bool(inputs) and all(t.untyped_storage().data_ptr() in inputs for t in made)
