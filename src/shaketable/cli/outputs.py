@@ -6,7 +6,6 @@ All are checked before any work is done. A file that exists needs `--force`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -14,6 +13,7 @@ from typing import Any
 
 from shaketable.errors import ShaketableError
 from shaketable.io.replacing import replacing
+from shaketable.io.strict_json import strict
 
 
 class OutputFiles:
@@ -53,15 +53,7 @@ class OutputFiles:
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Strict JSON; null where a number is infinite."""
-    write(path, json.dumps(_finite(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    write(path, json.dumps(strict(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def check_free(files: list[Path], inputs: list[Path], force: bool) -> None:

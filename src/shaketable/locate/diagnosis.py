@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shaketable.io.strict_json import strict
+
 SCHEMA = 1
 MODES = ("device", "host", "all")
 PROBES = ("weights", "repeat", "links", "twin", "causal", "replay", "batch", "decode")
@@ -126,7 +128,7 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """The diagnosis as plain data; numbers that are none become null."""
-        plain: dict[str, Any] = _plain({"schema": SCHEMA, "kind": "diagnosis", **asdict(self)})
+        plain: dict[str, Any] = strict({"schema": SCHEMA, "kind": "diagnosis", **asdict(self)})
         for item in plain["evidence"]:
             del item["place"]
         return plain
@@ -141,13 +143,3 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return self.sentence
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

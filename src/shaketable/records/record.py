@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -34,6 +33,7 @@ from typing import Any
 from shaketable.errors import ShaketableError
 from shaketable.io.locks import is_taken, locked
 from shaketable.io.replacing import replacing
+from shaketable.io.strict_json import strict
 
 FILE = "record.jsonl"
 SEAL = "record.seal"
@@ -127,7 +127,7 @@ class RunRecord:
                 put_in_place(self.folder / SEAL, json.dumps(facts) + "\n")
 
     def _write(self, event: dict[str, Any]) -> None:
-        body = json.dumps(_strict(event), ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
+        body = json.dumps(strict(event), ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
         with self._writing(FILE):
             size, previous, finished = self._found_end()
             if finished:
@@ -246,15 +246,6 @@ def _cut_torn_line(path: Path) -> None:
 def put_in_place(path: Path, text: str) -> None:
     with replacing(path, lasting=True) as draft:
         draft.write_text(text, encoding="utf-8")
-
-
-def _strict(value: Any) -> Any:
-    """The value as strict JSON has it: a number that is not finite is null."""
-    if isinstance(value, dict):
-        return {k: _strict(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_new(folder: Path) -> None:
