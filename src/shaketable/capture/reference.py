@@ -104,25 +104,18 @@ class Reference:
 
     def _build(self, model: nn.Module) -> nn.Module:
         """The class built from the config of its source, else from its own; the model itself where that cannot be done."""
+        config: Any = getattr(model, "config", None)
+        asked = _config_like(config, self._file.config) if self._file is not None and hasattr(config, "to_dict") else None
         try:
-            skeleton = _rebuilt_with_adapters(model)
+            skeleton = _rebuilt_with_adapters(model, asked)
         except Exception:  # a constructor that wants more than a config, or reads its weights; `_unchecked` reports it
             skeleton = None
         if skeleton is not None and _paths(skeleton) != _paths(model):
             self.unexplained = min(_paths(skeleton) ^ _paths(model))
-            skeleton = None
-        config: Any = getattr(model, "config", None)
         if self._file is not None and hasattr(config, "to_dict"):
-            given = _config_like(config, self._file.config)
-            if skeleton is not None and given is not None:
-                skeleton = _rebuilt_with_adapters(model, given) or skeleton
-                if _paths(skeleton) != _paths(model):
-                    one = next(iter(sorted(_paths(skeleton) ^ _paths(model))))
-                    side = "no" if one in _paths(skeleton) else "a module"
-                    raise ModelError(f"the model is not the one in {self.source}: it has {side} {one}")
-                given = skeleton.config
-            self.other_config = ["its class is another"] if given is None else list(_unlike_config(config, given))
-        if skeleton is None:
+            given = asked if skeleton is None else skeleton.config
+            self.other_config = ["its class is another"] if asked is None else list(_unlike_config(config, given))
+        if skeleton is None or self.unexplained:
             return model
         self.is_rebuilt = True
         return skeleton.eval()
