@@ -74,12 +74,7 @@ app.command()(as_verb(guide, ("diagnoses", "out", "base_sigma", "schedule", "tar
 app.command()(as_verb(sweep, ("models", "task", "plan", "magnitudes", "n", "seeds", *RUN)))
 app.command()(as_verb(train, ("model", "task", "plan", "aqn", "steps", "eval_n", *RUN)))
 app.command()(as_verb(harden, ("model", "plans", "task", "prompts", "steps", "eval_n", *RUN)))
-app.command()(
-    as_verb(
-        mismatch,
-        ("model", "engine", "engine_args", "task", "n", "tokens", "device", *FILES),
-    )
-)
+app.command()(as_verb(mismatch, ("model", "engine", "engine_args", "task", "n", "tokens", "device", *FILES)))
 app.add_typer(study)
 app.command()(as_verb(faults, (), takes_config=False))
 app.command()(as_verb(studies, (), takes_config=False))
