@@ -95,15 +95,27 @@ class WeightTaps(Hook):
         ]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
-        """Forward pre-hook, which notes the frame in which the module reads its weights, and forward hook, which ends it."""
-        if torch.compiler.is_compiling():
-            self.tracing = not output
-        elif output:
-            self.local.__dict__.pop("call", None)
+        """Forward pre-hook and forward hook."""
+        if output:
+            self.end()
         else:
-            found = ((own, own.tap.injection.frame(own.entry, args, kwargs)) for own in self.taps)
-            frames = [(own, frame) for own, frame in found if frame is not None]
-            self.local.call = _Call(frames, torch.is_grad_enabled())
+            self.begin(args, kwargs)
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The module is called: note the frame in which it will read its weights."""
+        if torch.compiler.is_compiling():
+            self.tracing = True
+            return
+        found = ((own, own.tap.injection.frame(own.entry, args, kwargs)) for own in self.taps)
+        frames = [(own, frame) for own, frame in found if frame is not None]
+        self.local.call = _Call(frames, torch.is_grad_enabled())
+
+    def end(self) -> None:
+        """The module returns, or raises: forget its faulty weights."""
+        if torch.compiler.is_compiling():
+            self.tracing = False
+            return
+        self.local.__dict__.pop("call", None)
 
     def read(self, name: str, parameter: Tensor) -> Tensor:
         """What the module sees when it reads its weight."""
@@ -114,7 +126,17 @@ class WeightTaps(Hook):
                         parameter = own.touch(parameter, None)
             return parameter
         call: _Call | None = self.local.__dict__.get("call")
+        if call is None and self.tracing:
+            call = self._between_graphs()
         return parameter if call is None else call.value(name, parameter)
+
+    def _between_graphs(self) -> _Call | None:
+        """The call of a compiled module, for functions that dynamo leaves out of its graphs; one per pass."""
+        frames = [(own, frame) for own in self.taps if (frame := own.tap.injection.frame_between_graphs()) is not None]
+        known: _Call | None = self.local.__dict__.get("between")
+        if known is None or [frame.current for _, frame in known.frames] != [frame.current for _, frame in frames]:
+            known = self.local.between = _Call(frames, torch.is_grad_enabled())
+        return known if frames else None
 
 
 def _whole(weight: Tensor, own: WeightTap) -> Tensor:
