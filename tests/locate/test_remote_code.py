@@ -13,20 +13,15 @@ from tests.locate.remote_code import MODELS, VOCABULARY, build
 pytestmark = pytest.mark.attack("models of one's own")
 IDS = torch.randint(1, VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(0))
 EVERY = pytest.mark.parametrize("name", MODELS)
-UNSURE = {"Performer": "its projection are not what the config gives"}
-"""Healthy models of which host mode cannot say so, and the reason: random features are saved, and no file is given."""
 
 
-def assert_not_faulty(name, found):
-    reason = UNSURE.get(name)
-    assert found.verdict == ("HEALTHY" if reason is None else "INCONCLUSIVE"), found.sentence
-    assert reason is None or reason in found.sentence
-    assert not found.evidence
+def assert_not_faulty(found):
+    assert found.verdict == "HEALTHY" and not found.evidence, found.sentence
 
 
 @EVERY
 def test_a_healthy_model_is_healthy(name):
-    assert_not_faulty(name, st.locate(build(name), mode="host", input_ids=IDS))
+    assert_not_faulty(st.locate(build(name), mode="host", input_ids=IDS))
 
 
 @pytest.mark.slow
@@ -35,7 +30,7 @@ def test_a_healthy_model_is_healthy(name):
     ("mode", "dtype"), [("host", torch.bfloat16), ("all", torch.float32), ("all", torch.bfloat16)], ids=str
 )
 def test_a_healthy_model_is_healthy_in_every_mode_and_dtype(name, mode, dtype):
-    assert_not_faulty(name, st.locate(build(name, dtype), mode=mode, input_ids=IDS))
+    assert_not_faulty(st.locate(build(name, dtype), mode=mode, input_ids=IDS))
 
 
 def test_a_model_that_has_been_used_is_not_called_faulty():

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from shaketable.faults import FaultBase
 from shaketable.faults.noise import rms
 from shaketable.locate.replay import Judgement, as_autocast, judge
 from shaketable.numerics import operators
-from shaketable.numerics.fit import ROUNDING, Fit, fit_all
+from shaketable.numerics.fit import ROUNDING, Fit, best_fit
 from shaketable.numerics.intervals import ACCUMULATION, TINY, UNIT, Precision, device_precision
 from shaketable.numerics.operators import Call
 from shaketable.sites.nested_tensors import tensors_of
@@ -381,7 +382,6 @@ class _Between:
         self.forced = forced
         self.inexact = self._reached_from(lambda i, r: r.function not in operators.ROUNDED_ONCE, set())
         """Tensors that a correct device may make otherwise."""
-        self._judgement: Judgement | None = None
 
     def row(self, label: str | None, stored: Tensor, arrived: Tensor) -> ComparisonRow | None:
         """The row of what reaches an operator, or the layer's output; None when it is what the file holds."""
@@ -418,13 +418,10 @@ class _Between:
                 return f"changed at the {gap.side} of {gap.path or 'the layer'}"
         return ""
 
-    @property
+    @cached_property
     def judgement(self) -> Judgement:
-        """Every function of the call replayed on the host, once."""
-        if self._judgement is None:
-            replay = self.replay
-            self._judgement = judge(self.recording, replay.reference, self.call.name, replay.precision, self.forced)
-        return self._judgement
+        """Every function of the call replayed on the host."""
+        return judge(self.recording, self.replay.reference, self.call.name, self.replay.precision, self.forced)
 
     def _wrong_in_file(self, stored: Tensor, arrived: Tensor) -> int:
         """Values of the file that these functions cannot have made, given that this device made them right."""
@@ -439,11 +436,6 @@ def closeness(stored: Tensor, tokens: int, roundoff: float) -> Tensor:
     """Error bound of a correct result of attention, per token."""
     size = stored.double().abs().amax(-1, keepdim=True)
     return (16 * roundoff + (1024 + 64 * tokens) * ACCUMULATION) * size + TINY
-
-
-def best_fit(stored: Tensor, here: Tensor) -> Fit | None:
-    """The most likely error model of a difference."""
-    return next(iter(fit_all(stored, here)), None)
 
 
 class _Forcing:

@@ -14,7 +14,7 @@ those that the wiring explains.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -235,27 +235,33 @@ class Gauge:
     """Factor of a module's number: eps."""
 
 
-def free_spaces(circuit: Circuit) -> list[str]:
-    """The spaces inside of a layer that can be scaled by powers of two, channel by channel; the rest follows from them."""
-    norms = [n.writes for n in circuit.norms if n.kind != "rmsnorm_one" and n.writes != "stream"]
-    keys = [] if circuit.head_norms else ["k"]
-    return [*norms, "v", *keys, *(space for space in ("up", "shared up") if space in circuit.sizes)]
-
-
-def gauge_of(circuit: Circuit, factors: Mapping[str, Tensor], stream: Tensor | None = None) -> Gauge:
-    """The gauge that follows from the factors of `free_spaces`, 1 where none are given, and of the stream."""
-    spaces = {name: factors.get(name, torch.ones(size)) for name, size in circuit.sizes.items()}
-    stream = spaces["stream"] if stream is None else stream
+def draw_gauge(circuit: Circuit, seed: int, powers: bool) -> Gauge:
+    """Random signs, and powers of two if asked, for every space that has that freedom; the rest follows from them."""
+    generator = torch.Generator().manual_seed(seed)
+    is_centred, size = any(n.kind == "layernorm" for n in circuit.norms), circuit.sizes["stream"]
+    stream = -torch.ones(size) if is_centred else _factors(size, generator, powers=False)
+    if powers and not any(n.writes == "stream" for n in circuit.norms):
+        stream = stream * 2.0**LARGEST_EXPONENT
+    spaces = {name: torch.ones(size) for name, size in circuit.sizes.items()}
     spaces.update({name: stream for name in ("stream", "attended", "fed") if name in spaces})
+    free = [n.writes for n in circuit.norms if n.kind != "rmsnorm_one" and n.writes != "stream"]
+    for space in (*free, "v", "up", "shared up"):
+        if space in spaces:
+            spaces[space] = _factors(circuit.sizes[space], generator, powers)
+    keys, half = [], circuit.rotary // 2
+    for _ in range(circuit.sizes["k"] // circuit.head):
+        drawn = _factors(circuit.head, generator, powers and not circuit.head_norms)
+        keys += [drawn[:half], drawn[:half], drawn[2 * half :]]  # both channels of a rotated pair alike
+    spaces["k"] = torch.cat(keys)
     spaces["mixed"] = spaces["v"].view(-1, circuit.head).repeat_interleave(circuit.groups, 0).flatten()
     spaces["q"] = (1 / spaces["k"]).view(-1, circuit.head).repeat_interleave(circuit.groups, 0).flatten()
     for prefix in ("", "shared "):
         if f"{prefix}up" in spaces:
             spaces[f"{prefix}hidden"] = spaces[f"{prefix}up"]
-    gauge, signs, size = Gauge(spaces), stream.sign(), float(stream[0].abs())
+    gauge, signs, scale = Gauge(spaces), stream.sign(), float(stream[0].abs())
     for norm in circuit.norms:
-        if size != 1:
-            gauge.attributes[norm.module, norm.eps] = size * size
+        if scale != 1:
+            gauge.attributes[norm.module, norm.eps] = scale * scale
         if norm.kind == "rmsnorm_one":
             spaces[norm.writes] = signs
             continue
@@ -265,22 +271,6 @@ def gauge_of(circuit: Circuit, factors: Mapping[str, Tensor], stream: Tensor | N
     return gauge
 
 
-def draw_gauge(circuit: Circuit, seed: int, powers: bool) -> Gauge:
-    """Random signs, and powers of two if asked, for every space that has that freedom."""
-    generator = torch.Generator().manual_seed(seed)
-    kinds, size = {n.kind for n in circuit.norms}, circuit.sizes["stream"]
-    stream = -torch.ones(size) if "layernorm" in kinds else _factors(size, generator, powers=False)
-    if powers and not any(n.writes == "stream" for n in circuit.norms):
-        stream = stream * 2.0**LARGEST_EXPONENT
-    free = [space for space in free_spaces(circuit) if space != "k"]
-    factors = {space: _factors(circuit.sizes[space], generator, powers) for space in free}
-    generator, half, keys = torch.Generator().manual_seed(seed + 1), circuit.rotary // 2, []
-    for _ in range(circuit.sizes["k"] // circuit.head):
-        drawn = _factors(circuit.head, generator, powers and not circuit.head_norms)
-        keys += [drawn[:half], drawn[:half], drawn[2 * half :]]  # both channels of a rotated pair alike
-    return gauge_of(circuit, factors | {"k": torch.cat(keys)}, stream)
-
-
 def _factors(n: int, generator: torch.Generator, powers: bool) -> Tensor:
     signs = torch.randint(0, 2, (n,), generator=generator).float() * 2 - 1
     if not powers:
@@ -288,7 +278,7 @@ def _factors(n: int, generator: torch.Generator, powers: bool) -> Tensor:
     return signs * torch.exp2(torch.randint(-LARGEST_EXPONENT, LARGEST_EXPONENT + 1, (n,), generator=generator).float())
 
 
-def rescaled(layer: nn.Module, circuit: Circuit, gauge: Gauge) -> dict[str, Tensor]:
+def _rescaled(layer: nn.Module, circuit: Circuit, gauge: Gauge) -> dict[str, Tensor]:
     """The parameters that a gauge changes, by their paths in the layer, as it has them."""
     changed = {}
     for m in circuit.maps:
@@ -314,7 +304,7 @@ def _times(tensor: Tensor, factor: Tensor) -> Tensor:
 @contextmanager
 def gauged(layer: nn.Module, circuit: Circuit, gauge: Gauge) -> Iterator[None]:
     """The layer with the gauge's weights and numbers; the original is always restored."""
-    changed = rescaled(layer, circuit, gauge)
+    changed = _rescaled(layer, circuit, gauge)
     owners = {path: (layer.get_submodule(path.rpartition(".")[0])._parameters, path.rpartition(".")[2]) for path in changed}
     before = {path: table[name] for path, (table, name) in owners.items()}
     numbers = {(path, name): getattr(layer.get_submodule(path), name) for path, name in gauge.attributes}

@@ -72,19 +72,18 @@ class Fit:
         return asdict(self) | {"bic": self.bic, "good": self.is_good, "fault": None if fault is None else fault.text()}
 
 
-def fit_all(clean: Tensor, faulty: Tensor, unit: float | None = None) -> list[Fit]:
-    """Every candidate, the best first; empty when no pair of values is finite.
+def best_fit(clean: Tensor, faulty: Tensor) -> Fit | None:
+    """The most likely of the candidates; None when no pair of values is finite.
 
     Args:
         clean: What a good device made.
         faulty: The other device's result for the same input.
-        unit: Unit roundoff of the coarser of both dtypes; that of `clean` by default.
     """
-    unit = UNIT[clean.dtype] if unit is None else unit
+    unit = UNIT[clean.dtype]
     clean, faulty = some_rows(clean.detach().cpu(), faulty.detach().cpu())
     known = clean.isfinite() & faulty.isfinite()
     if not bool(known.any()):
-        return []
+        return None
     c, f = clean[known].double(), faulty[known].double()
     size = rms(c) or rms(f) or 1.0
     c, d = c / size, (f - c) / size
@@ -97,7 +96,7 @@ def fit_all(clean: Tensor, faulty: Tensor, unit: float | None = None) -> list[Fi
         magnitude = math.sqrt(variance) * (size if kind == "absolute_gaussian" else 1.0)
         ks = distance(d / v.sqrt() * torch.where(c < 0, -1.0, 1.0))
         fits.append(Fit(kind, magnitude, c.numel(), _log_likelihood(d, v) - rounding, ks))
-    return sorted(fits, key=lambda fit: fit.bic)
+    return min(fits, key=lambda fit: fit.bic)
 
 
 def some_rows(clean: Tensor, faulty: Tensor) -> tuple[Tensor, Tensor]:
