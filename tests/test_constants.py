@@ -13,7 +13,6 @@ from shaketable.faults.rng import key_of, mix64
 
 CONSTANTS = {
     # locate: no false alarm, and what is missed
-    "locate.replay.THRESHOLD": 6.0,  # six standard deviations: one in 10⁹ sums of a healthy device
     "numerics.intervals.ACCUMULATION": 2.0**-24,  # float32 inside of every kernel
     "numerics.intervals.TINY": 2.0**-125,  # what a device may flush to zero
     "numerics.intervals.TOLERANCE": {
