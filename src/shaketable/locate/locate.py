@@ -1,6 +1,6 @@
 """`locate`: does this device compute this model correctly, and if not, where.
 
-One traced forward, then layer by layer: record, repeat, links, twins, checksums, replay, statistics. Each probe is
+One traced forward, then layer by layer: record, repeat, links, twins, replay, statistics. Each probe is
 teacher-forced, so layers are judged one by one and the first one that is wrong is the answer. The parts outside of the
 decoder layers (embeddings, rotation, the last norm, the head) are judged by weights, repeat and replay. On the host, a short
 batch of two and one decoding step with its cache are traced too, and replayed layer by layer.
