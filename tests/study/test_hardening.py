@@ -67,8 +67,7 @@ def test_training_goes_on_from_the_hardened_weights_of_its_seed(done):
     [
         ({"harden": {"stepz": 3}}, "unknown option 'stepz'"),
         ({"harden": {}, "aqn": "constant:0.1"}, "an arm is hardened or trained: aqn"),
-        ({"plan": "faulty", "after": "nobody"}, "there is no arm 'nobody'"),
-        ({"plan": "faulty", "after": "nothing", "aqn": {"guide": "fault"}}, "drop one of the two"),
+        ({"plan": "faulty", "after": "nothing", "aqn": {"guide": "fault"}}, "no after, and no elsewhere"),
     ],
 )
 def test_what_cannot_be_hardened_is_one_line(arm, line):

@@ -18,13 +18,6 @@ def header_command():
     return [word for word in line.split() if "=" in word]
 
 
-def test_it_is_a_pilot_of_the_size_that_was_asked_for():
-    study = load_study(FILE)
-    assert study.device == "cuda" and study.model == "smollm2-135m" and len(study.seeds) == 2 and len(study.arms) == 2
-    assert study.train["steps"] >= 100 and study.train["warm_start"] > 0
-    assert study.engine.gpus == 0.25 and len(cells_of(study)) == 4
-
-
 @pytest.mark.slow
 def test_it_runs_and_all_arms_begin_with_one_warm_start(tmp_path, monkeypatch):
     monkeypatch.setenv("SHAKETABLE_CACHE", str(tmp_path / "cache"))

@@ -7,10 +7,9 @@ import pytest
 import ray
 import torch
 
-from shaketable.errors import ShaketableError
 from shaketable.records.record import RunRecord
 from shaketable.study.cells import cells_of
-from shaketable.study.execute import check_reachable, run_study
+from shaketable.study.execute import run_study
 from shaketable.study.run_cell import do
 from shaketable.study.store import define
 from tests.study.small_studies import data, findings, study
@@ -28,10 +27,10 @@ def test_a_study_on_ray_is_the_study(tmp_path):
     told = []
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
-        queue = run_study(asked, tmp_path / "ray", lambda what, cell, facts: told.append((what, cell.arm)))
+        states = run_study(asked, tmp_path / "ray", lambda what, cell, error: told.append((what, cell.arm)))
     finally:
         ray.shutdown()
-    assert set(queue.states.values()) == {"done"}
+    assert set(states.values()) == {"done"}
     assert ("start", "targeted") in told and ("done", "noise") in told
     for cell in cells_of(asked):
         [attempt] = RunRecord.open(tmp_path / "ray" / "small" / "runs" / cell.name).events("attempt")
@@ -42,9 +41,3 @@ def test_a_study_on_ray_is_the_study(tmp_path):
     for cell in cells_of(asked):
         do(cell, "small", tmp_path / "here" / "small" / "runs", "test")
     assert numbers(findings(asked, tmp_path / "ray" / "small")) == numbers(findings(asked, tmp_path / "here" / "small"))
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "somewhere:port"])
-def test_a_cluster_that_nobody_answers_for_is_one_line(address):
-    with pytest.raises(ShaketableError, match=f"cannot reach the Ray cluster {address}"):
-        check_reachable(address)

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from shaketable.aqn.schedules import EpochAware, GlobalDecay
 from shaketable.plan import Plan
 from shaketable.study.analysis.arms import magnitudes
 from shaketable.study.cells import cells_of
@@ -18,11 +17,6 @@ from tests.study.small_studies import findings
 
 FILES = sorted((ROOT / "studies").glob("*.yaml"))
 NAMES = [file.stem for file in FILES]
-LISTED = {
-    "module-level", "operator-level", "operator-aqn", "directions", "aqn-strength", "model-size", "systematic", "schedules", "cost",
-    "tasks", "guided-aqn", "guided-aqn-five-arms", "guided-aqn-untrained", "formats", "checkpoint-robustness", "hardening", "layer-pruning",
-    "training-noise",
-}  # fmt: skip
 SMALL = (
     "seeds=1", "task=arithmetic,level=3,max_new_tokens=1", "train.steps=2", "train.prompts=1", "train.samples=2", "evaluate.n=4", "evaluate.every=0",
     "evaluate.mechanism=false", "diagnose.tokens=32", "keep=records",
@@ -67,10 +61,6 @@ def directions(study, arm):
         return set()
     asked = {d for clause in Plan.parse(study.plan_of(arm)).clauses for d in clause.site.directions}
     return asked - {"backward"} if arm.plan_in == "rollout" or not arm.train else asked
-
-
-def test_every_study_of_the_list_is_there():
-    assert set(NAMES) == LISTED
 
 
 def test_studies_are_read_without_torch():
@@ -161,16 +151,3 @@ def test_a_study_runs_and_proves_its_faults(file, tmp_path):
 def test_the_robustness_study_draws_a_curve():
     study = load_study(ROOT / "studies" / "checkpoint-robustness.yaml")
     assert list(magnitudes(study.conditions).values()) == [0.0, 0.1, 0.2, 0.3]
-
-
-def test_schedules_have_about_the_same_mean():
-    """So that their shapes are compared, and not their doses."""
-    steps = load_study(ROOT / "studies" / "schedules.yaml").train["steps"]
-    schedules = GlobalDecay(0.05, 0.0005, stages=10), EpochAware([(0.05, 0.01), (0.01, 0.0005)])
-    means = [sum(s.sigma(step, steps) for step in range(steps)) / steps for s in schedules]
-    assert means == pytest.approx([0.0114, 0.0143], abs=5e-4)
-
-
-def test_the_guide_names_every_study():
-    text = (ROOT / "docs" / "studies.md").read_text()
-    assert [name for name in NAMES if f"`{name}`" not in text and f"{name}.yaml" not in text] == []

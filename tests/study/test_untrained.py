@@ -1,19 +1,13 @@
 """Arms that are not trained, with a plan and noise of their own, and the loss as endpoint."""
 
-import math
-
 import numpy as np
 import pytest
-from scipy import stats
 
 from shaketable.errors import ShaketableError
-from shaketable.plan import Plan
 from shaketable.report.study_html import page
 from shaketable.report.study_markdown import markdown
-from shaketable.study.analysis.comparisons import Paired
 from shaketable.study.analysis.results import Findings
 from shaketable.study.cells import cells_of
-from shaketable.study.config import Comparing
 from shaketable.study.file import parse_study
 from shaketable.study.forecast import check
 from shaketable.study.run_cell import do
@@ -107,28 +101,6 @@ def test_losses_are_compared_over_seeds_and_problems(found):
     assert "nats" in primary["sentence"]
 
 
-def test_a_paired_test_of_losses_is_the_t_test_where_only_problems_differ():
-    """Two seeds that agree to the bit: what is left is Student's t over problems."""
-    a, b = np.array([3.1, 12.0, 7.5, 9.0]), np.array([2.0, 11.5, 7.9, 6.0])
-    asked = Paired(Comparing(a="a", b="b", **LOSS), [0, 1], [[*a]] * 2, [[*b]] * 2)
-    found, expected = asked.compared(), stats.ttest_rel(a, b)
-    assert found.difference == pytest.approx((a - b).mean())
-    assert found.p == pytest.approx(expected.pvalue)
-    low, high = expected.confidence_interval(0.95)
-    assert (found.interval.low, found.interval.high) == (pytest.approx(low), pytest.approx(high))
-
-
-def test_texts_can_be_read_in_place_of_problems(tmp_path):
-    study = untrained(task="text", arms={k: ARMS[k] for k in ("clean", "dead zone")}, seeds=1, evaluate={"n": 4, "loss": True},
-                      compare={"primary": {"a": "dead zone", "b": "clean", **LOSS}})  # fmt: skip
-    check(study)
-    for cell in cells_of(study):
-        do(cell, study.study, tmp_path / "runs", "test")
-    found = findings(study, tmp_path)
-    assert losses(found, "dead zone") != losses(found, "clean")
-    assert math.isfinite(losses(found, "clean")[0])
-
-
 def test_order_without_a_shared_output_is_refused_before_the_first_run():
     arms = ARMS | {"after": {"train": False, "plan": ZONE, "aqn": "constant:0.5,form=output,layers=2,order=before"}}
     with pytest.raises(ShaketableError, match=r"arm 'after': order=before: .* acts on no output of a layer that has noise"):
@@ -138,13 +110,6 @@ def test_order_without_a_shared_output_is_refused_before_the_first_run():
 def test_a_condition_called_own_is_of_untrained_arms_alone():
     with pytest.raises(ShaketableError, match="compare: trained is not scored under own"):
         untrained(arms=ARMS | {"trained": {}}, compare={"primary": {"a": "trained", "b": "clean", **LOSS}})
-
-
-def test_old_runs_keep_their_keys():
-    """An arm that is only scored, in a study without `own`, is the run it was before there were any."""
-    plain = untrained(arms={"clean": {"train": False}}, evaluate={"n": 12}, compare={})
-    assert cells_of(plain)[0].config.keys().isdisjoint({"own", "plan", "aqn", "eval_loss"})
-    assert Plan.parse(ZONE).text() == ZONE
 
 
 def test_a_pruned_arm_is_the_same_with_and_without_a_fault_in_its_layer(tmp_path):
@@ -166,7 +131,6 @@ def test_a_pruned_arm_is_the_same_with_and_without_a_fault_in_its_layer(tmp_path
     assert [row["where"] for row in pruned["proof"]] == ["scored: other"]
 
 
-@pytest.mark.parametrize("more", [{"train": True}, {"train": False, "plan": ZONE}])
-def test_layers_are_skipped_in_untrained_arms_without_a_plan(more):
+def test_layers_are_skipped_in_untrained_arms_without_a_plan():
     with pytest.raises(ShaketableError, match="skip_layers is for an arm with train: false"):
-        untrained(arms={"a": {"skip_layers": [3], **more}}, compare={})
+        untrained(arms={"a": {"skip_layers": [3], "train": False, "plan": ZONE}}, compare={})

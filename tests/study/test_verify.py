@@ -74,10 +74,7 @@ def write_rechained(folder):
 
 # ---- malformed seals and heads
 
-BAD_SEALS = [
-    '{"lines":"x"}', '{"lines":"x","bytes":1,"sha":"a"}', '{"lines":1,"bytes":null,"sha":"a"}', '{"lines":1,"bytes":2,"sha":[]}',
-    '{"lines":1,"bytes":2,"sha":"a","attempts":{}}', "[]", "null", '"x"', "", "\x00", "[" * 5000,
-]  # fmt: skip
+BAD_SEALS = ['{"lines":"x"}', '{"lines":1,"bytes":2,"sha":[]}', "[]", "", "[" * 5000]
 
 
 @pytest.mark.parametrize("seal", BAD_SEALS, ids=range(len(BAD_SEALS)))
@@ -93,7 +90,7 @@ def test_a_malformed_seal_is_named_and_hides_no_good_run(store, seal):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", [5, "x", [], {"a": 1}, True, None, 1.5], ids=str)
+@pytest.mark.parametrize("value", [5, "x", {"a": 1}, None], ids=str)
 @pytest.mark.parametrize(
     "key", ["about", "config", "id", "verb", "started", "schema", "event", "study", "arm", "seed", "steps"]
 )
@@ -121,7 +118,7 @@ def test_no_event_of_a_record_hides_the_others(store, event):
     before = parted((folder / FILE).read_bytes().splitlines(keepends=True)[-1])[1]
     with (folder / FILE).open("ab") as file:
         file.write(linked(event.encode(), link(before, event.encode())))
-    found = {run["path"]: run for run in listed(store)["runs"]}
+    found = {run["folder"]: run for run in listed(store)["runs"]}
     assert found["small/runs/made-up"]["status"] == "damaged"
     assert sum(run["status"] == "done" for run in found.values()) == 4
 
@@ -173,33 +170,17 @@ def test_what_is_not_finished_is_not_bad(store):
     assert verify(store)["bad"] == 0
 
 
-def test_a_store_without_records_is_a_usage_error(tmp_path):
-    assert "there is no record in" in str(command("study", "verify", tmp_path)[2])
-
-
-# ---- beforehand
-
-
-def test_what_is_asked_has_a_digest_before_the_first_run(made, tmp_path):
-    out = command("study", "run", made / "small.yaml", "--store", tmp_path / "new", "--dry-run")[1]
-    assert f"asked   sha256:{asked_digest(load_study(made / 'small.yaml'))}" in out
-
-
 # ---- code in a study file
 
 
-@pytest.mark.parametrize("where", ["study", "arm"])
-def test_code_of_a_study_file_runs_only_when_it_is_allowed(made, tmp_path, where):
+def test_code_of_a_study_file_runs_only_when_it_is_allowed(made, tmp_path):
     body = (
         "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nfrom shaketable.evaluate.tasks import Arithmetic\n"
     )
     (tmp_path / "mine.py").write_text(body + "class Mine(Arithmetic):\n    name = 'mine'\n")
     content = yaml.safe_load((made / "small.yaml").read_text())
     task = f"{tmp_path}/mine.py:Mine,level=2"
-    if where == "study":
-        content["task"] = task
-    else:
-        content["arms"], content["compare"] = {"mine": {"train": False, "task": task}}, {}
+    content["arms"], content["compare"] = {"mine": {"train": False, "task": task}}, {}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
     words = ["study", "run", tmp_path / "study.yaml", "--store", tmp_path / "new", "--set", "seeds=0"]
     for more in ([], ["--dry-run"]):

@@ -127,11 +127,11 @@ def _do(asked: StudyConfig, store: Path, again: str) -> int:
     check_scores(asked, store / asked.study)
     try:
         with live(asked, store) as watch:
-            ended = run_study(asked, store, watch)
+            states = run_study(asked, store, watch)
     except KeyboardInterrupt:
         typer.echo(f"stopped; finished runs are kept. Resume with: {again}", err=True)
         raise typer.Exit(130) from None
-    return sum(state == "failed" for state in ended.states.values())
+    return sum(state == "failed" for state in states.values())
 
 
 def _findings(asked: StudyConfig, store: Path, command: str) -> Findings:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shaketable.cli.terminal import console, plain, print_table, say, table_of, warn
+from shaketable.cli.terminal import console, plain, print_table, progress_bar, say, table_of, warn
 from shaketable.io.yaml_file import read_yaml
 from shaketable.report.study_tables import score_tables
 from shaketable.report.wording import counted, duration, proof_summary
@@ -21,7 +20,7 @@ from shaketable.study.analysis.results import Findings
 if TYPE_CHECKING:
     from shaketable.study.cells import Cell
     from shaketable.study.config import StudyConfig
-    from shaketable.study.execute import Watch
+    from shaketable.study.execute import Happening, Watch
 
 MARKS = {"done": "[green]✓[/]", "failed": "[bold red]✗[/]", "again": "[yellow]↻[/]", "elsewhere": "[cyan]…[/]"}
 STYLES = {
@@ -86,9 +85,9 @@ def show_list(found: dict[str, Any], shipped: dict[str, Path], runs: bool) -> No
     for study in found["studies"]:
         table.add_row(plain(study["name"]), _counts(study["counts"]), _time(study["updated"]))
     for run in found["runs"]:
-        if runs or "/" not in run["path"]:
+        if runs or "/" not in run["folder"]:
             status = f"[{STYLES[run['status']]}]{run['status']}[/]"
-            table.add_row(plain(run["path"]), status, _time(run["updated"]))
+            table.add_row(plain(run["folder"]), status, _time(run["updated"]))
     print_table(out, table)
 
 
@@ -103,65 +102,33 @@ def _time(seconds: float | None) -> str:
 
 @contextmanager
 def live(study: StudyConfig, store: Path) -> Iterator[Watch]:
-    """A bar for the study and one for each run under way; finished runs stay on the screen above them."""
-    screen = Console(stderr=True, highlight=False)
-    say(screen, f"recording in {store / study.study}; if it is interrupted, give the same command again")
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(18),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[shown]}"),
-    )
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars:
-        yield _View(study, screen, bars)
+    """A bar with the runs under way; finished runs stay on the screen above it, with their scores and warnings."""
+    from shaketable.study.cells import own_cells
+    from shaketable.study.runs import Run
 
+    runs, under_way = store / study.study / "runs", list[str]()
+    with progress_bar(study.study, len(own_cells(study))) as (bar, screen):
+        say(screen, f"recording in {store / study.study}; if it is interrupted, give the same command again")
+        ended = 0
 
-class _View:
-    """Turns events of the executor into bars and lines."""
+        def watch(what: Happening, cell: Cell, error: str) -> None:
+            nonlocal ended
+            if what == "start":
+                under_way.append(cell.title)
+            else:
+                words = error or {"again": "trying again", "elsewhere": "running in another process"}.get(what, "")
+                if what == "done":
+                    run = Run.of(cell, runs)
+                    scores = (run.last("evaluation") or {}).get("conditions", ())
+                    words = "  ".join(f"{c['name']} {c['accuracy']:.1%}" for c in scores)
+                    for event in run.of_kind("warning"):
+                        warn(screen, f"{cell.title}: {event['text']}")
+                under_way[:] = [title for title in under_way if title != cell.title]
+                ended += what in ("done", "failed")
+                screen.print(f"{MARKS[what]} {plain(cell.title)}  [dim]{plain(words)}[/]", soft_wrap=True)
+            bar(completed=ended, shown=plain("; ".join(under_way)))
 
-    def __init__(self, study: StudyConfig, console: Console, bars: Progress) -> None:
-        from shaketable.study.cells import own_cells
-
-        self.console, self.bars = console, bars
-        self.rows: dict[str, TaskID] = {}
-        self.scores: dict[str, str] = {}
-        self.left = len(own_cells(study))
-        self.whole = bars.add_task(f"[bold]{study.study}[/]", total=self.left, shown="")
-
-    def __call__(self, what: str, cell: Cell, facts: dict[str, Any]) -> None:
-        if what == "start":
-            total = cell.config.get("steps")
-            self.rows[cell.name] = self.bars.add_task(plain(cell.title), total=total, shown="starting")
-        elif what == "stage":
-            self._row(cell, shown=facts["text"])
-        elif what == "step":
-            self._row(cell, completed=facts["step"], shown=_numbers(facts))
-        elif what == "evaluation":
-            self.scores[cell.name] = "  ".join(f"{c['name']} {c['accuracy']:.1%}" for c in facts["conditions"])
-        elif what == "warning":
-            self.console.print(f"[yellow]![/] {plain(cell.title)}: {plain(facts['text'])}", soft_wrap=True)
-        else:
-            self._ended(what, cell, facts)
-
-    def _row(self, cell: Cell, **shown: Any) -> None:
-        if cell.name in self.rows:
-            self.bars.update(self.rows[cell.name], **shown)
-
-    def _ended(self, what: str, cell: Cell, facts: dict[str, Any]) -> None:
-        if cell.name in self.rows:
-            self.bars.remove_task(self.rows.pop(cell.name))
-        words = {"again": "trying again", "elsewhere": "running in another process"}.get(what, "")
-        text = facts.get("error") or words or self.scores.get(cell.name, "")
-        self.console.print(f"{MARKS[what]} {plain(cell.title)}  [dim]{plain(text)}[/]", soft_wrap=True)
-        if what in ("done", "failed"):
-            self.bars.advance(self.whole)
-
-
-def _numbers(facts: dict[str, Any]) -> str:
-    shown = f"reward {facts['reward']:.2f}" if "reward" in facts else ""
-    return shown + (f"  σ {facts['sigma']:.2g}" if facts.get("sigma") else "")
+        yield watch
 
 
 def show_forecast(study: StudyConfig, store: Path) -> dict[str, Any]:

@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.table import Table
 from rich.text import Text
 
 from shaketable import __version__
-
-
-@dataclass(frozen=True)
-class PageHead:
-    """The heading of a column, and whether its cells are numbers."""
-
-    text: str
-    right: bool
-
-
-@dataclass(frozen=True)
-class PageTable:
-    """A table without markup."""
-
-    title: str
-    heads: list[PageHead]
-    rows: list[list[str]]
 
 
 def page(
@@ -54,6 +36,7 @@ def page(
     """
     loader = PackageLoader("shaketable.report", ".")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["plain"] = _plain
     return environment.get_template("tables.html.jinja").render(
         verb=verb,
         subject=subject,
@@ -61,17 +44,12 @@ def page(
         sentence=sentence,
         status=status,
         facts=facts or {},
-        tables=[_plain(title, table) for title, table in tables],
+        tables=tables,
         lines=lines,
         version=__version__,
     )
 
 
-def _plain(title: str, table: Table) -> PageTable:
-    heads = [PageHead(_text(column.header), column.justify == "right") for column in table.columns]
-    rows = zip(*([_text(cell) for cell in column.cells] for column in table.columns), strict=True)
-    return PageTable(title, heads, [list(row) for row in rows])
-
-
-def _text(cell: object) -> str:
+def _plain(cell: object) -> str:
+    """A cell of rich's without its markup."""
     return cell.plain if isinstance(cell, Text) else Text.from_markup(str(cell)).plain

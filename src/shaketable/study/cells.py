@@ -76,11 +76,6 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
 
 def cells_of(study: StudyConfig) -> list[Cell]:
     """All runs: diagnoses first, then seed by seed through the arms, so that an unfinished study has whole seeds."""
-    first: dict[str, str | None] = {}
-    for cell in (_cell(study, name, 0) for name in study.arms):
-        if (other := first.setdefault(cell.key, cell.arm)) != cell.arm:  # once every default is filled in
-            what = f"the arms {other!r} and {cell.arm!r} are the same"
-            raise ShaketableError(f"{what}; any difference between them would be chance")
     needed = [_diagnosis(study, arm) for arm in study.arms.values() if isinstance(arm.aqn, Guide)]
     needed += [_diagnosis(study, Arm(plan=name)) for name in study.diagnose.conditions]
     diagnoses = {cell.name: cell for cell in needed} if study.seeds else {}

@@ -17,8 +17,7 @@
       primary: {a: targeted, b: global, condition: faulty}
       against: dead zone                                 # every other arm against this one, under every condition
 
-Imports no torch. Whatever the file alone shows to be wrong is refused here, in one line: an unknown key, two arms that are the
-same, a primary endpoint that nothing measures. One seed, or none, is allowed; the report then concludes nothing.
+Imports no torch. One seed, or none, is allowed; the report then concludes nothing.
 
 An arm that is not trained may have a plan, AQN or both: they are on while it is scored, under a condition called `own`, which
 every untrained arm of the study then has. Under all other conditions it is scored like every other arm. Arms have no conditions
@@ -27,7 +26,6 @@ of their own: their scores would look comparable without being so.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -46,8 +44,8 @@ PER_RUN = ("reward", "seconds_per_step", "aqn_share")
 CLEAN = "clean"
 OWN = "own"
 """The condition under which an untrained arm has its own plan and noise on."""
-LONGEST = 60
-"""Characters in a name: it stands in tables and figures."""
+Name = Annotated[str, Field(pattern=r"^[^.\s]([^.\n]*[^.\s])?$", max_length=60)]
+"""Of an arm or a condition, without the dots that separate keys in `--set`."""
 OPTIONS = tuple(
     name
     for name in TrainConfig.model_fields
@@ -135,44 +133,22 @@ class Arm(StudyPart):
         return "harden" if self.harden is not None else "train" if self.train else "evaluate"
 
     @model_validator(mode="after")
-    def _does_something(self) -> Arm:
+    def _fits_together(self) -> Arm:
         if self.skip_layers and (self.kind != "evaluate" or self.plan is not None or self.aqn is not None):
             raise ValueError("skip_layers is for an arm with train: false, and without a plan and AQN")
-        if self.elsewhere:
-            self._check_elsewhere()
-        elif not self.train:
-            self._check_untrained()
         if self.harden is not None and (used := [n for n in ("aqn", "overrides", "after") if getattr(self, n)]):
-            raise ValueError(
-                f"an arm is hardened or trained: {used[0]} is of training; options of harden are written in harden"
-            )
-        if self.plan is None and self.plan_in != "both":
-            raise ValueError(f"plan_in: {self.plan_in} needs a plan")
-        if isinstance(self.aqn, Guide) and self.after is not None:
-            raise ValueError("a guide diagnoses the study's model, and after names another one; drop one of the two")
-        if isinstance(self.aqn, Guide) and self.plan is None:
-            raise ValueError("a guide needs a plan: the diagnosis is of the arm's own faults")
+            raise ValueError(f"an arm is hardened or trained: {used[0]} is of training; write the options of harden in harden")
+        if isinstance(self.aqn, Guide) and (self.plan is None or self.after is not None or self.elsewhere):
+            raise ValueError("a guide needs a plan, which is diagnosed on the study's model: no after, and no elsewhere")
+        if self.kind == "evaluate" and self.aqn is not None:
+            aqn = AQN.load(self.aqn) if isinstance(self.aqn, str) else self.aqn
+            if isinstance(aqn, AQN) and not aqn.is_steady:
+                raise ValueError(f"train is false: a score has no steps for {aqn.text()}; write e.g. constant:0.01,form=output")
+            if aqn.form != "output":
+                raise ValueError(
+                    "train is false: noise on weights is drawn once a rollout, and a score has none; use form=output"
+                )
         return self
-
-    def _check_elsewhere(self) -> None:
-        ours = {"train": not self.train, "harden": self.harden is not None, "after": self.after, "overrides": self.overrides}
-        if used := [name for name, given in ours.items() if given]:
-            raise ValueError(f"elsewhere: its runs are made by others, so {used[0]} would do nothing")
-        if isinstance(self.aqn, Guide):
-            raise ValueError(
-                "elsewhere: its runs are made by others, and nothing is diagnosed for them; write the AQN they had"
-            )
-
-    def _check_untrained(self) -> None:
-        if self.overrides or self.plan_in != "both":
-            raise ValueError(f"train is false, so {'overrides' if self.overrides else 'plan_in'} would do nothing")
-        if isinstance(self.aqn, Guide) and "schedule" in self.aqn.model_fields_set:
-            raise ValueError("train is false: a score has no steps for a schedule, and a guide has σ as it is; drop schedule")
-        aqn = AQN.load(self.aqn) if isinstance(self.aqn, str) else None
-        if aqn is not None and not aqn.is_steady:
-            raise ValueError(f"train is false: a score has no steps for {aqn.text()}; write e.g. constant:0.01,form=output")
-        if (aqn or self.aqn) is not None and (aqn or self.aqn).form != "output":  # type: ignore[union-attr]
-            raise ValueError("train is false: noise on weights is drawn once a rollout, and a score has none; use form=output")
 
     @property
     def has_own(self) -> bool:
@@ -191,7 +167,7 @@ class Evaluate(StudyPart):
     """Steps between scores; the first and the last step always."""
     batch: int = Field(default=128, ge=1)
     """Problems at a time. Fixed, because noise is keyed by the call: the same in every run and on every machine."""
-    conditions: dict[str, str] = Field(default_factory=dict)
+    conditions: dict[Name, str] = Field(default_factory=dict)
     """Plans by name; `clean` is always there."""
     loss: bool = False
     """Read the loss of the right answers too, under every condition: the endpoint `loss`."""
@@ -205,15 +181,7 @@ class Evaluate(StudyPart):
             raise ValueError(f"{CLEAN} is always there, and has no plan")
         if OWN in conditions:
             raise ValueError(f"{OWN} is what untrained arms with a plan or AQN are scored under; choose another name")
-        _check_names("condition", conditions)
-        read = {name: plan_line(plan) for name, plan in conditions.items()}
-        first: dict[str, str] = {}
-        for name, plan in read.items():
-            if (other := first.setdefault(plan, name)) != name:
-                raise ValueError(f"the conditions {other!r} and {name!r} are the same")
-            if not any("forward" in c.site.directions for c in Plan.parse(plan).clauses):
-                raise ValueError(f"{name}: {plan} acts backward only, and there is no backward in a score")
-        return read
+        return {name: plan_line(plan) for name, plan in conditions.items()}
 
 
 class Diagnose(StudyPart):
@@ -233,18 +201,13 @@ class Comparing(StudyPart):
     b: str
     condition: str | None = None
     """For endpoints with a score for every problem."""
-    endpoint: str = "accuracy"
+    endpoint: Literal["accuracy", "formatted", "loss", "reward", "seconds_per_step", "aqn_share"] = "accuracy"
 
     @model_validator(mode="after")
     def _is_measurable(self) -> Comparing:
-        if self.endpoint not in PER_PROBLEM + PER_RUN:
-            known = nearest(self.endpoint, PER_PROBLEM + PER_RUN)
-            raise ValueError(f"no arm measures the endpoint {self.endpoint!r}; {known}")
         if (self.condition is None) == (self.endpoint in PER_PROBLEM):
             needs = "needs a condition" if self.condition is None else "is of the training run and has no condition"
             raise ValueError(f"the endpoint {self.endpoint} {needs}")
-        if self.a == self.b:
-            raise ValueError(f"{self.a} is compared with itself")
         return self
 
 
@@ -272,8 +235,8 @@ class Engine(StudyPart):
     """Runs at a time; as many as fit when 0."""
     threads: int = Field(default=1, ge=1)
     """Cores of each run. Another number of threads adds in another order: it belongs to what a run is."""
-    gpus: float | None = Field(default=None, ge=0)
-    """GPUs of each run, 0.25 for four runs on a GPU; none on a CPU and one elsewhere by default."""
+    gpus: float | None = Field(default=None, ge=0, le=1)
+    """Part of a GPU for each run, 0.25 for four runs on a GPU; none on a CPU and one elsewhere by default."""
     retries: int = Field(default=1, ge=0)
     """How often a run that crashed is tried again."""
     address: str | None = None
@@ -297,7 +260,7 @@ class StudyConfig(StudyPart):
     """Options of `shaketable harden`, for all arms that are hardened."""
     evaluate: Evaluate = Evaluate()
     diagnose: Diagnose = Diagnose()
-    arms: dict[str, Arm] = Field(min_length=1)
+    arms: dict[Name, Arm] = Field(min_length=1)
     compare: Compare = Compare()
     report: Report = Report()
     device: str = "cpu"
@@ -310,24 +273,11 @@ class StudyConfig(StudyPart):
     @field_validator("seeds", mode="before")
     @classmethod
     def _count_or_list(cls, seeds: object) -> object:
-        if isinstance(seeds, list | tuple):
+        if isinstance(seeds, list | tuple) and len(set(map(str, seeds))) == len(seeds):
             return seeds
         if isinstance(seeds, bool) or not isinstance(seeds, int) or not 0 <= seeds <= 1000:
-            raise ValueError(f"{seeds!r} is neither a number of seeds, 0 to 1000, nor a list of them")
+            raise ValueError(f"{seeds!r} is neither a number of seeds, 0 to 1000, nor a list of different ones")
         return tuple(range(seeds))
-
-    @field_validator("seeds")
-    @classmethod
-    def _seeds_differ(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        if twice := [s for s, n in Counter(seeds).items() if n > 1]:
-            raise ValueError(f"seed {twice[0]} is given twice")
-        return seeds
-
-    @field_validator("arms")
-    @classmethod
-    def _arms_have_names(cls, arms: dict[str, Arm]) -> dict[str, Arm]:
-        _check_names("arm", arms)
-        return arms
 
     @model_validator(mode="after")
     def _fits_together(self) -> StudyConfig:
@@ -339,25 +289,15 @@ class StudyConfig(StudyPart):
         _check_options("harden", self.harden, HARDEN_OPTIONS)
         for arm in self.arms.values():
             self.plan_of(arm)
-        self._check_steps()
         for name in self.diagnose.conditions:
             self._known("diagnose.conditions", "condition", name, self.evaluate.conditions)
-        for asked in self.comparisons:
-            self._check_comparison(asked)
         if self.compare.against is not None:
             self._known("compare.against", "arm", self.compare.against, self.arms)
+        for asked in self.comparisons:
+            self._check_comparison(asked)
         if len(self.arms) > 1 and self.compare.primary is None:
             raise ValueError("compare.primary is missing: name the comparison that decides before the run")
         return self
-
-    def _check_steps(self) -> None:
-        """Steps to compare at that no score is taken at; runs that are made elsewhere may have others."""
-        last, every = self.train.get("steps"), self.evaluate.every
-        if last is None or not any(arm.kind == "train" for arm in self.arms.values()):
-            return
-        for step in self.report.steps:
-            if step not in (0, last) and (step > last or every == 0 or step % every):
-                raise ValueError(f"report.steps: step {step} is not scored; evaluate.every is {every}, of {last} steps")
 
     def _check_after(self, name: str, arm: Arm) -> None:
         if arm.after is None:
@@ -379,9 +319,8 @@ class StudyConfig(StudyPart):
             raise ValueError(f"compare: {trained[0]} is not scored under {OWN}, which is for arms with train: false")
         if asked.endpoint == "loss" and not self.evaluate.loss:
             raise ValueError("compare: the endpoint loss is not measured; write evaluate: {loss: true}")
-        tasks = {self.arms[n].task or self.task for n in (asked.a, asked.b)}
-        if len(tasks) > 1 and asked.endpoint in (*PER_PROBLEM, "reward"):
-            raise ValueError(f"compare: {asked.a} and {asked.b} solve different tasks, {' and '.join(sorted(tasks))}")
+        if asked.endpoint in (*PER_PROBLEM, "reward") and not self.comparable(asked.a, asked.b):
+            raise ValueError(f"compare: {asked.a} and {asked.b} are one arm, or solve different tasks")
 
     @staticmethod
     def _known(where: str, what: str, name: str, names: Iterable[str]) -> None:
@@ -412,30 +351,23 @@ class StudyConfig(StudyPart):
         """All that is compared, the primary first, each once."""
         asked = [self.compare.primary] if self.compare.primary is not None else []
         asked += self.compare.secondary
-        base = self.compare.against
-        for name in self.arms if base in self.arms else ():
-            same_task = base is not None and (self.arms[name].task or self.task) == (self.arms[base].task or self.task)
-            if base is not None and name != base and same_task:
-                both = all(self.arms[n].kind == "evaluate" for n in (name, base))
+        if (base := self.compare.against) is not None:
+            for name in (arm for arm in self.arms if self.comparable(arm, base)):
+                both = self.arms[name].kind == self.arms[base].kind == "evaluate"
                 asked += [Comparing(a=name, b=base, condition=c) for c in self.conditions if c != OWN or both]
         found: dict[tuple[Any, ...], Comparing] = {}
         for one in asked:
             found.setdefault((frozenset((one.a, one.b)), one.condition, one.endpoint), one)
         return list(found.values())
 
+    def comparable(self, a: str, b: str) -> bool:
+        """Whether two names are of different arms that solve the same problems."""
+        return a != b and (self.arms[a].task or self.task) == (self.arms[b].task or self.task)
+
     @property
     def resolved_dtype(self) -> Literal["float32", "bfloat16"]:
         """The arithmetic of the runs."""
         return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
-
-
-def _check_names(what: str, names: Iterable[str]) -> None:
-    for name in names:
-        if not name.strip() or "." in name or not name.isprintable() or len(name) > LONGEST:
-            kind = f"an {what}" if what == "arm" else f"a {what}"
-            raise ValueError(
-                f"{name!r} is no name for {kind}: it must be printable, without dots, of {LONGEST} characters at most"
-            )
 
 
 def _check_options(where: str, options: Mapping[str, Any], known: tuple[str, ...] = OPTIONS) -> None:

@@ -8,16 +8,14 @@ out-of-memory killer, must end one run and nothing else. On Ray it is a task.
 
 A run waits for the diagnosis that it needs. One that crashed is tried again as often as the study says; one that cannot be done
 as it was asked for is not, since it would end the same way. A run that another process works on is looked at again until it is
-done, or free. What happens within a run is read from its progress file, which any machine that sees the store can write.
+done, or free. What happens within a run is in its record.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
-import socket
 import threading
 import time
 import traceback
@@ -38,10 +36,11 @@ from shaketable.study.runs import Run
 from shaketable.study.store import define
 
 State = Literal["waiting", "running", "elsewhere", "done", "failed"]
-Watch = Callable[[str, Cell, dict[str, Any]], None]
-"""Called with what happened: `start`, `stage`, `step`, `evaluation`, `warning`, `done`, `failed`, `again`, `elsewhere`."""
+Happening = Literal["start", "done", "failed", "again", "elsewhere"]
+Watch = Callable[[Happening, Cell, str], None]
+"""Called with what happened to a run, and the error of one that failed or is tried again."""
 PATIENCE = 0.3
-"""Seconds between two looks at what runs and other processes do."""
+"""Seconds between two looks at what other processes do."""
 
 
 @dataclass(frozen=True)
@@ -54,33 +53,21 @@ class WorkerAnswer:
     """Whether it would fail again."""
 
 
-@dataclass
-class Ended:
-    """The runs of a study and how each ended."""
-
-    states: dict[str, State]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every run has ended, well or not."""
-        return all(state in ("done", "failed") for state in self.states.values())
-
-
-def run_study(study: StudyConfig, store: Path, watch: Watch) -> Ended:
-    """Start or resume whatever is missing of a study that `forecast.check` has accepted; how each run ended."""
+def run_study(study: StudyConfig, store: Path, watch: Watch) -> dict[str, State]:
+    """Start or resume whatever is missing of a study that `forecast.check` has accepted; how each run ended, by its name."""
     folder = store / study.study
     define(study, store)
     cells = own_cells(study)
     done = finished(cells, folder)
-    ended = Ended({cell.name: "done" if cell.name in done else "waiting" for cell in cells})
-    if not ended.is_over:
+    states: dict[str, State] = {cell.name: "done" if cell.name in done else "waiting" for cell in cells}
+    if len(done) < len(cells):
         left = len(cells) - len(done)
         places = RayPlaces(study) if study.engine.kind == "ray" else LocalPlaces(slots(study, left), folder)
         try:
-            _Loop(study, cells, ended, folder, watch, places).run()
+            _Loop(study, cells, states, folder, watch, places).run()
         finally:
             places.close()
-    return ended
+    return states
 
 
 def finished(cells: list[Cell], folder: Path) -> set[str]:
@@ -92,7 +79,7 @@ def finished(cells: list[Cell], folder: Path) -> set[str]:
 class _Loop:
     study: StudyConfig
     cells: list[Cell]
-    ended: Ended
+    states: dict[str, State]
     folder: Path
     watch: Watch
     places: LocalPlaces | RayPlaces
@@ -100,31 +87,23 @@ class _Loop:
     def __post_init__(self) -> None:
         self.runs = self.folder / "runs"
         self.crashes: dict[str, int] = {}
-        self.under_way: dict[Future[WorkerAnswer], tuple[Cell, _Tail]] = {}
+        self.under_way: dict[Future[WorkerAnswer], Cell] = {}
 
     def run(self) -> None:
         self.runs.mkdir(parents=True, exist_ok=True)
-        for left in self.runs.glob(".*.progress.*"):  # by a process that was killed
-            if not is_held(self.runs, left.name[1:].partition(".progress")[0]):
-                left.unlink(missing_ok=True)
-        while not self.ended.is_over:
+        while not all(state in ("done", "failed") for state in self.states.values()):
             while len(self.under_way) < self.places.most and (cell := self._ready()) is not None:
                 self._start(cell)
-            if not self.under_way:
-                if not self.ended.is_over:
-                    time.sleep(PATIENCE)
+            if not self.under_way:  # others do what is left, or nothing is
+                time.sleep(PATIENCE)
                 continue
             over, _ = wait(self.under_way, PATIENCE, FIRST_COMPLETED)
-            for cell, tail in self.under_way.values():
-                tail.tell(self.watch, cell)
             for future in over:
-                cell, tail = self.under_way.pop(future)
-                tail.path.unlink(missing_ok=True)
-                self._note(future, cell)
+                self._note(future, self.under_way.pop(future))
 
     def _ready(self) -> Cell | None:
         """The next run that may start."""
-        states = self.ended.states
+        states = self.states
         for cell in self.cells:
             if states[cell.name] == "elsewhere" and not is_held(self.runs, cell.name):
                 states[cell.name] = "waiting"  # done or killed by now: starting it finds out
@@ -136,12 +115,10 @@ class _Loop:
         return None
 
     def _start(self, cell: Cell) -> None:
-        self.ended.states[cell.name] = "running"
-        self.watch("start", cell, {})
-        tail = _Tail(self.runs / f".{cell.name}.progress.{os.getpid()}")
+        self.states[cell.name] = "running"
+        self.watch("start", cell, "")
         runs = self.runs.absolute() if self.places.name == "ray" else self.runs
-        future = self.places.submit(cell, self.study.study, runs, self.places.name, tail.path.absolute())
-        self.under_way[future] = (cell, tail)
+        self.under_way[self.places.submit(cell, self.study.study, runs, self.places.name)] = cell
 
     def _note(self, future: Future[WorkerAnswer], cell: Cell) -> None:
         try:
@@ -154,49 +131,27 @@ class _Loop:
                     record.append("failed", error=text, exit=code, final=False)
             answer = WorkerAnswer("failed", text)
         if answer.ending != "failed":
-            state: State = "done" if answer.ending == "done" else "elsewhere"
-            self.ended.states[cell.name] = state
-            self.watch(state, cell, {})
+            state: Literal["done", "elsewhere"] = "done" if answer.ending == "done" else "elsewhere"
+            self.states[cell.name] = state
+            self.watch(state, cell, "")
             return
         crashes = self.crashes[cell.name] = self.crashes.get(cell.name, 0) + 1
         if answer.final or crashes > self.study.engine.retries:
             self._fail(cell, answer.error)
         else:
-            self.ended.states[cell.name] = "waiting"
-            self.watch("again", cell, {"error": answer.error})
+            self.states[cell.name] = "waiting"
+            self.watch("again", cell, answer.error)
 
     def _fail(self, cell: Cell, error: str) -> None:
-        self.ended.states[cell.name] = "failed"
-        self.watch("failed", cell, {"error": error})
-
-
-class _Tail:
-    """The end of a run's progress file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.read = path, 0
-
-    def tell(self, watch: Watch, cell: Cell) -> None:
-        """Pass on what was written since the last time."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.read)
-                lines = file.read().splitlines(keepends=True)
-        except FileNotFoundError:
-            return
-        for line in lines:
-            if not line.endswith(b"\n"):
-                return
-            self.read += len(line)
-            what, facts = json.loads(line)
-            watch(what, cell, facts)
+        self.states[cell.name] = "failed"
+        self.watch("failed", cell, error)
 
 
 # ---- within the process of a run
 
 
-def answer(cell: Cell, study: str, runs: Path, by: str, progress: Path) -> WorkerAnswer:
-    """Do a run; errors are part of the answer. What happens is appended to the progress file."""
+def answer(cell: Cell, study: str, runs: Path, by: str) -> WorkerAnswer:
+    """Do a run; errors are part of the answer."""
     import gc
 
     import torch
@@ -204,14 +159,10 @@ def answer(cell: Cell, study: str, runs: Path, by: str, progress: Path) -> Worke
     from shaketable.models import quieten
     from shaketable.study.run_cell import do
 
-    def tell(what: str, facts: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError), progress.open("a") as file:  # for the live view; only the record may fail a run
-            file.write(json.dumps([what, facts], default=str) + "\n")
-
     torch.set_num_threads(cell.threads)
     quieten()
     try:
-        return WorkerAnswer(do(cell, study, runs, by, tell))
+        return WorkerAnswer(do(cell, study, runs, by))
     except ShaketableError as error:
         return WorkerAnswer("failed", str(error), final=True)
     except Exception as error:
@@ -235,8 +186,6 @@ def slots(study: StudyConfig, most: int) -> list[dict[str, str]]:
     if study.device == "cpu" or engine.gpus == 0:
         return [limit] * max(1, min(count, most))
     share = 1.0 if engine.gpus is None else engine.gpus
-    if share > 1:
-        raise ShaketableError(f"engine.gpus is {share:g}, and a run uses one GPU at most; write 1, or a part such as 0.25")
     if ":" in study.device:  # one GPU by its number, which every worker then finds by itself
         gpus = [limit]
     else:
@@ -362,7 +311,6 @@ class RayPlaces:
         if self.mine:
             address: dict[str, Any] = {"include_dashboard": False}
             if engine.address is not None:
-                check_reachable(engine.address)
                 address = {"address": engine.address}
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
             try:
@@ -386,14 +334,3 @@ class RayPlaces:
         """Leave the cluster, if we came to it."""
         if self.mine:
             self.ray.shutdown()
-
-
-def check_reachable(address: str) -> None:
-    """Refuse at once a cluster that does not answer; Ray itself tries for minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon:
-        return  # `auto`: Ray looks by itself, and gives up soon
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, ValueError) as error:
-        raise ShaketableError(f"cannot reach the Ray cluster {address}: {error}") from None

@@ -65,22 +65,14 @@ def _replace(data: dict[str, Any], text: str) -> None:
         new = yaml.load(value, Loader)
     except yaml.YAMLError as error:
         raise ShaketableError(f"--set {text}: the value is not YAML: {error}") from None
-    at: Any = data
+    at = data
     for key in keys[:-1]:
-        if isinstance(at, dict) and at.get(key) is None:
+        if at.get(key) is None:
             at[key] = {}
-        at = at[_index(at, key, text)] if isinstance(at, list) else at[key]
-        if not isinstance(at, dict | list):
+        at = at[key]
+        if not isinstance(at, dict):
             raise ShaketableError(f"--set {text}: {key} is {at!r}, and has nothing inside")
-    if isinstance(at, list):
-        at[_index(at, keys[-1], text)] = new
-    elif new is None and len(keys) > 1:
+    if new is None and len(keys) > 1:
         at.pop(keys[-1], None)
     else:
         at[keys[-1]] = new
-
-
-def _index(at: list[Any], key: str, text: str) -> int:
-    if not key.isdigit() or int(key) >= len(at):
-        raise ShaketableError(f"--set {text}: {key} is no place in a list of {len(at)}; they are counted from 0")
-    return int(key)

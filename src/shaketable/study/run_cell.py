@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -40,11 +39,10 @@ from shaketable.study.config import CLEAN, OWN
 from shaketable.train.config import TrainConfig
 from shaketable.train.plans import aqn_of, condition_seed, conditions_of
 
-Tell = Callable[[str, dict[str, Any]], None]
 Ending = Literal["done", "busy"]
 
 
-def do(cell: Cell, study: str, runs: Path, engine: str, tell: Tell | None = None) -> Ending:
+def do(cell: Cell, study: str, runs: Path, engine: str) -> Ending:
     """Start or resume one run.
 
     Raises:
@@ -65,7 +63,7 @@ def do(cell: Cell, study: str, runs: Path, engine: str, tell: Tell | None = None
             record.seal()
             return "done"
         with record.alone():
-            _attempt(cell, record, engine, begun, tell or (lambda kind, facts: None))
+            _attempt(cell, record, engine, begun)
         return "done"
 
 
@@ -83,23 +81,23 @@ def _filled_in(cell: Cell, runs: Path) -> dict[str, Any]:
     return {**cell.config, "aqn": guidance.aqn(**asked, **steady).text()}
 
 
-def _attempt(cell: Cell, record: RunRecord, engine: str, begun: bool, tell: Tell) -> None:
+def _attempt(cell: Cell, record: RunRecord, engine: str, begun: bool) -> None:
     number = 1 + len(record.events("attempt"))
     record.append("attempt", number=number, pid=os.getpid(), engine=engine)
     try:
         if cell.kind == "train":
             from shaketable.train.run import Training
 
-            Training(TrainConfig.checked(**record.config), record, tell).run(resume=begun)
+            Training(TrainConfig.checked(**record.config), record).run(resume=begun)
         elif cell.kind == "harden":
             from shaketable.harden.config import HardenConfig
             from shaketable.harden.run import Hardening
 
-            Hardening(HardenConfig.checked(**record.config), record, tell).run(resume=begun)
+            Hardening(HardenConfig.checked(**record.config), record).run(resume=begun)
         elif cell.kind == "locate":
-            _locate(record, tell)
+            _locate(record)
         else:
-            _score(record, tell)
+            _score(record)
     except BaseException as error:
         text = str(error) if isinstance(error, ShaketableError) else f"{type(error).__name__}: {error}"
         if not record.events("finished"):
@@ -120,11 +118,10 @@ def _tidy(folder: Path, keep_weights: bool) -> None:
 # ---- diagnoses
 
 
-def _locate(record: RunRecord, tell: Tell) -> None:
+def _locate(record: RunRecord) -> None:
     from shaketable.locate.locate import locate
 
     config = record.config
-    tell("stage", {"text": f"loading {config['model']}"})
     model, tokenizer = load_model(config["model"], device=config["device"], dtype=getattr(torch, config["dtype"]))
     if not record.events("made_of"):
         name = "weights" if config["dtype"] == "float32" else f"weights_{config['dtype']}"
@@ -137,7 +134,6 @@ def _locate(record: RunRecord, tell: Tell) -> None:
         source=config["model"],
         plan=Plan.parse(config["plan"], seed=config["seed"]),
         seed=config["seed"],
-        progress=lambda done, total, text: tell("stage", {"text": text, "done": done, "total": total}),
     )
     record.append("diagnosis", diagnosis=diagnosis.as_dict())
     record.append("finished")
@@ -146,12 +142,11 @@ def _locate(record: RunRecord, tell: Tell) -> None:
 # ---- runs that are only scored
 
 
-def _score(record: RunRecord, tell: Tell) -> None:
+def _score(record: RunRecord) -> None:
     """Score a model as it comes under every condition, on the problems of all other runs; the record has every answer."""
     config = _as_training(record.config)
     task = load_task(config.task)
     tests = draw(task, config.eval_n, config.eval_seed)
-    tell("stage", {"text": f"loading {config.model}"})
     model, tokenizer = load_model(config.model, device=config.device, dtype=torch.float32)
     weights = weights_hash(model)
     if skipped := record.config.get("skip_layers", ()):
@@ -159,7 +154,6 @@ def _score(record: RunRecord, tell: Tell) -> None:
     evaluator = Evaluator(model, tokenizer, task, tests, config.eval_batch, loss=config.eval_loss)
     done: list[Evaluation] = []
     for condition in _conditions(config, record.config, model):
-        tell("stage", {"text": f"scoring {condition.name}"})
         clean = next((e for e in done if e.condition.name == CLEAN), None)
         if condition.plan is None and clean is not None:  # of an arm with nothing on: it is there already
             done.append(replace(clean, condition=condition))
@@ -175,7 +169,6 @@ def _score(record: RunRecord, tell: Tell) -> None:
     if config.mechanism and not record.events("mechanism"):
         with arithmetic(config.device, config.dtype):
             record.append("mechanism", step=0, conditions=readings(evaluator, done))
-    tell("evaluation", {"step": 0, "conditions": [e.summary() for e in done]})
     record.append("finished", step=0, ledgers={})
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from shaketable.errors import ShaketableError
 from shaketable.io.locks import is_held
 from shaketable.records.record import FILE, SCHEMA, SEAL, RunRecord
+from shaketable.study.analysis.results import RunFacts
 from shaketable.study.cells import Cell
 
 Event = dict[str, Any]
@@ -94,10 +95,31 @@ class Run:
         """The steps that its configuration asks for."""
         return _part(self.head, "config").get("steps")
 
-    @property
-    def attempts(self) -> int:
-        """How often it was begun by a study."""
-        return len(self.of_kind("attempt"))
+    def facts(self, folder: str) -> RunFacts:
+        """The run as tables have it; `folder` is its place as a reader sees it."""
+        times = [e["time"] for e in self.events if isinstance(e.get("time"), int | float)]
+        added = [f"made elsewhere: {e['how']}, {e['path']}" for e in self.of_kind("added")]
+        return RunFacts(
+            name=self.name,
+            kind=self.kind,
+            study=self.about.get("study"),
+            arm=self.arm,
+            seed=self.seed,
+            key=self.about.get("key"),
+            status=self.status,
+            id=self.head.get("id"),
+            sha=self.sha,
+            folder=folder,
+            started=self.head.get("started"),
+            updated=self.updated or None,
+            step=self.step,
+            steps=self.steps,
+            attempts=len(self.of_kind("attempt")),
+            resumed=len(self.of_kind("resumed")),
+            seconds=times[-1] - times[0] if len(times) > 1 and times == sorted(times) else None,  # no clock that was set back
+            error=self.error,
+            warnings=(*added, *(e["text"] for e in self.of_kind("warning"))),
+        )
 
     def of_kind(self, kind: str) -> list[Event]:
         """Its events of one kind."""

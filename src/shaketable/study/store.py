@@ -25,13 +25,13 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
 from shaketable.io.locks import held
 from shaketable.records.record import FILE, SEAL, RunRecord, is_begun
+from shaketable.study.analysis.results import RunFacts
 from shaketable.study.cells import cells_of
 from shaketable.study.config import StudyConfig
 from shaketable.study.file import parse_study
@@ -42,10 +42,6 @@ VERIFY_SCHEMA = "shaketable.verify/2"
 DEPTH = 3
 """Folders between the store and a run's own: the study's, `runs`, the run's."""
 DEFINITION = "definition"
-NEWER = ("harden", "after", "elsewhere", "skip_layers")
-"""Keys of an arm that older definitions do not have: written only where they say something."""
-NEWER_OF_GUIDES = {"unit": "relative", "order": "after"}
-"""The same for the keys of a guide, with the value that older versions had."""
 
 
 # ---- what was asked for
@@ -54,7 +50,6 @@ NEWER_OF_GUIDES = {"unit": "relative", "order": "after"}
 def define(study: StudyConfig, store: Path) -> None:
     """Append the study to its definition, unless it is the last version there."""
     folder, config = store / study.study, described(study)
-    _check_writable(folder)
     with held(folder, DEFINITION, wait=30.0) as ours:
         if not ours:
             raise ShaketableError(f"another process keeps {folder} for itself; try again")
@@ -66,26 +61,13 @@ def define(study: StudyConfig, store: Path) -> None:
             record = RunRecord.create(folder / DEFINITION, "study", config, gather(), about={"study": study.study})
         versions = record.events("defined")  # none, where the process was killed after the first line
         if not versions or versions[-1]["config"] != config:
-            late = any(one.status == "done" and not one.defines for one in summaries(folder))
+            late = any(one.status == "done" and not defines(one) for one in summaries(folder))
             record.append("defined", config=config, after_results=late)
 
 
 def described(study: StudyConfig) -> dict[str, Any]:
     """A study as its definition holds it."""
-    found = study.model_dump(mode="json", exclude={"engine": {"workers", "address", "kind", "retries"}})
-    for name, arm in found["arms"].items():
-        found["arms"][name] = arm = {k: v for k, v in arm.items() if k not in NEWER or v not in (None, False, [])}
-        if isinstance(arm["aqn"], dict):
-            arm["aqn"] = {k: v for k, v in arm["aqn"].items() if k not in NEWER_OF_GUIDES or v != NEWER_OF_GUIDES[k]}
-    if not study.evaluate.loss:
-        del found["evaluate"]["loss"]
-    if not study.diagnose.conditions:
-        del found["diagnose"]["conditions"]
-    if not study.report.steps:
-        del found["report"]
-    if not study.harden:
-        del found["harden"]
-    return found
+    return study.model_dump(mode="json", exclude={"engine": {"workers", "address", "kind", "retries"}})
 
 
 def definitions(folder: Path) -> list[dict[str, Any]]:
@@ -103,63 +85,22 @@ def last_defined(folder: Path) -> StudyConfig:
     return parse_study(definitions(folder)[-1]["config"], str(folder))
 
 
-def _check_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.write_bytes(b"x" * 4096)
-        probe.unlink()
-    except OSError as error:
-        raise ShaketableError(f"cannot write in the store {folder}: {error.strerror or error}") from None
-
-
 # ---- what is there
 
 
-@dataclass(frozen=True)
-class Summary:
-    """One record of a store, as `study list --json` shows it."""
-
-    path: str
-    """The run's folder, relative to the store."""
-    status: str
-    updated: float
-    error: str | None
-    id: str | None
-    verb: str | None
-    study: str | None
-    arm: str | None
-    seed: int | None
-    key: str | None
-    started: str | None
-    step: int | None
-    steps: int | None
-    attempts: int
-
-    @property
-    def defines(self) -> bool:
-        """Whether the record says what a study asks for and is no run; by its place where it is damaged."""
-        return self.verb == "study" or (self.verb is None and Path(self.path).name == DEFINITION)
+def summaries(root: Path) -> list[RunFacts]:
+    """Every record in a store or a study's folder, definitions too; folders are relative to it."""
+    found = []
+    for folder in _run_folders(root):
+        facts = Run.read(folder).facts(os.path.relpath(folder, root))
+        short = facts.error and facts.error.replace(f"{folder}{os.sep}", "")
+        found.append(facts.model_copy(update={"error": short}))
+    return sorted(found, key=lambda one: one.folder)
 
 
-def summaries(root: Path) -> list[Summary]:
-    """Every record in a store or a study's folder, definitions too."""
-    return sorted((_summary(folder, root) for folder in _run_folders(root)), key=lambda found: found.path)
-
-
-def _summary(folder: Path, root: Path) -> Summary:
-    run = Run.read(folder)
-    return Summary(
-        path=os.path.relpath(folder, root),
-        status=run.status,
-        updated=run.updated,
-        error=run.error and run.error.replace(f"{folder}{os.sep}", ""),
-        **{name: run.head.get(name) for name in ("id", "verb", "started")},
-        **{name: run.about.get(name) for name in ("study", "arm", "seed", "key")},
-        step=run.step,
-        steps=run.steps,
-        attempts=run.attempts,
-    )
+def defines(one: RunFacts) -> bool:
+    """Whether a record says what a study asks for and is no run; by its place where it is damaged."""
+    return one.kind == "study" or (not one.kind and Path(one.folder).name == DEFINITION)
 
 
 def _run_folders(root: Path, depth: int = DEPTH) -> Iterator[Path]:
@@ -179,37 +120,38 @@ def _run_folders(root: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 def progress(study: StudyConfig, folder: Path) -> dict[str, Any]:
     """Every run that the study asks for, with its status; and the names of other runs in its folder."""
-    cells, rows = cells_of(study), []
-    for cell in cells:
-        run = Run.of(cell, folder / "runs")
-        place = {"name": cell.name, "kind": cell.kind, "arm": cell.arm, "seed": cell.seed, "title": cell.title}
-        state = {"status": run.status, "step": run.step, "steps": run.steps, "attempts": run.attempts, "error": run.error}
-        rows.append({**place, **state, "updated": run.updated or None, "id": run.head.get("id")})
-    counts = dict(Counter(str(row["status"]) for row in rows))
+    cells = cells_of(study)
+    runs = [Run.of(cell, folder / "runs").facts(f"runs/{cell.name}") for cell in cells]
     others = {found.name for found in _run_folders(folder)} - {cell.name for cell in cells} - {DEFINITION}
-    complete = counts.get("done", 0) == len(rows)
-    facts: dict[str, Any] = {"study": study.study, "folder": str(folder), "complete": complete, "counts": counts}
-    return {"schema": STATUS_SCHEMA, **facts, "runs": rows, "others": sorted(others)}
+    return {
+        "schema": STATUS_SCHEMA,
+        "study": study.study,
+        "folder": str(folder),
+        "complete": all(run.status == "done" for run in runs),
+        "counts": dict(Counter(run.status for run in runs)),
+        "runs": [{"title": cell.title, **run.model_dump(mode="json")} for cell, run in zip(cells, runs, strict=True)],
+        "others": sorted(others),
+    }
 
 
 def listed(store: Path) -> dict[str, Any]:
     """The studies of a store with the counts of their runs by status, and every run in it."""
-    by_folder: dict[str, list[Summary]] = {}
+    by_folder: dict[str, list[RunFacts]] = {}
     found = summaries(store)
     for one in found:
-        by_folder.setdefault(Path(one.path).parts[0], []).append(one)
+        by_folder.setdefault(Path(one.folder).parts[0], []).append(one)
     studies = [
         {
-            "name": next((one.study for one in inside if one.defines and one.study), folder),
+            "name": next((one.study for one in inside if defines(one) and one.study), folder),
             "folder": folder,
-            "counts": dict(Counter(one.status for one in inside if not one.defines)),
+            "counts": dict(Counter(one.status for one in inside if not defines(one))),
             "started": min((one.started for one in inside if one.started), default=None),
-            "updated": max(one.updated for one in inside),
+            "updated": max(one.updated or 0.0 for one in inside),
         }
         for folder, inside in by_folder.items()
-        if any(one.defines or len(Path(one.path).parts) > 2 for one in inside)
+        if any(defines(one) or len(Path(one.folder).parts) > 2 for one in inside)
     ]
-    runs = [asdict(one) for one in found if not one.defines]
+    runs = [one.model_dump(mode="json") for one in found if not defines(one)]
     return {"schema": STATUS_SCHEMA, "store": str(store), "studies": studies, "runs": runs}
 
 
@@ -222,10 +164,10 @@ def verify(root: Path) -> dict[str, Any]:
     if not found:
         raise ShaketableError(f"there is no record in {root}")
     records = [
-        {"path": one.path, "status": one.status, "problem": one.error if one.status == "damaged" else None} for one in found
+        {"path": one.folder, "status": one.status, "problem": one.error if one.status == "damaged" else None} for one in found
     ]
     studies = []
-    for folder in ((root / one.path).parent for one in found if one.defines):
+    for folder in ((root / one.folder).parent for one in found if defines(one)):
         try:
             asked = asked_digest(definitions(folder)[-1]["config"])
         except (ShaketableError, LookupError):

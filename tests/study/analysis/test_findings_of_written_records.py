@@ -257,12 +257,6 @@ def test_a_single_run_has_its_scores_and_conditions_under_its_arm_or_its_folder(
     assert told["verdict"]["headline"] == "One training run"
 
 
-def test_a_run_of_another_verb_is_no_training_run(tmp_path):
-    RunRecord.create(tmp_path / "run", "sweep", {}, {})
-    with pytest.raises(ShaketableError, match="holds no run of `shaketable train`"):
-        run_findings(tmp_path / "run")
-
-
 # ---- step by step
 
 

@@ -197,9 +197,8 @@ def at_steps(study: StudyConfig, runs: Sequence[Run]) -> list[StepComparison]:
         return []
     found = []
     for arm in study.arms:
-        same_task = (study.arms[arm].task or study.task) == (study.arms[base].task or study.task)
         pair = [[r for r in runs if r.arm == name and r.is_done] for name in (arm, base)]
-        if arm == base or not same_task or not all(pair):
+        if not study.comparable(arm, base) or not all(pair):
             continue
         steps = study.report.steps
         if not steps:

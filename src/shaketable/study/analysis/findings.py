@@ -33,12 +33,12 @@ from shaketable.study.analysis.results import (
     LayerProbes,
     LayerSigmaResult,
     Primary,
-    RunFacts,
     StudyFacts,
     StudyVerdict,
 )
 from shaketable.study.cells import STEPS, Cell, cells_of
 from shaketable.study.config import OWN, Arm, Guide, StudyConfig
+from shaketable.study.file import parse_study
 from shaketable.study.runs import Event, Run
 from shaketable.study.store import DEFINITION, definitions, described, digest
 from shaketable.train.config import TrainConfig
@@ -58,7 +58,7 @@ def findings(study: StudyConfig, folder: Path) -> Findings:
     return Findings(
         study=_study(study, named_before, digest(folder)),
         complete=all(run.is_done for run in runs),
-        runs=tuple(_run_facts(run) for run in runs),
+        runs=tuple(run.facts(f"runs/{run.name}") for run in runs),
         verdict=verdict(compared, runs, unlike, repaired),
         arms=tuple(_arm(study, name, done[name]) for name in study.arms),
         comparisons=tuple(compared),
@@ -95,7 +95,7 @@ def run_findings(folder: Path) -> Findings:
             conditions=tuple(_conditions(conditions)),
         ),
         complete=run.is_done,
-        runs=(_run_facts(run).model_copy(update={"folder": "."}),),
+        runs=(run.facts("."),),
         verdict=StudyVerdict(headline="One training run", sentence=sentence),
         arms=(ArmResult(name=name, kind="train", **about, **plans, **_measured([run], conditions)),),
         recovered=tuple(recovered(conditions, {name: [run]})),
@@ -182,27 +182,6 @@ def _settings(study: StudyConfig, arm: Arm) -> list[str]:
     return found
 
 
-def _run_facts(run: Run) -> RunFacts:
-    """One line of the table of runs."""
-    times = [e["time"] for e in run.events if "time" in e]
-    added = [f"made elsewhere: {e['how']}, {e['path']}" for e in run.of_kind("added")]
-    return RunFacts(
-        name=run.name,
-        kind=run.kind,
-        arm=run.arm,
-        seed=run.seed,
-        status=run.status,
-        id=run.head.get("id"),
-        sha=run.sha,
-        folder=f"runs/{run.name}",
-        attempts=run.attempts,
-        resumed=len(run.of_kind("resumed")),
-        seconds=times[-1] - times[0] if len(times) > 1 and times == sorted(times) else None,  # no clock that was set back
-        error=run.error,
-        warnings=(*added, *(e["text"] for e in run.of_kind("warning"))),
-    )
-
-
 def _environments(runs: Sequence[Run]) -> list[Environment]:
     """The machines and versions that runs were done with, and how many by each."""
     every = [run.head["environment"] for run in runs if run.head]
@@ -270,7 +249,7 @@ def changes(study: StudyConfig, folder: Path, runs: Sequence[Run]) -> tuple[bool
     if not (folder / DEFINITION / FILE).is_file():
         return False, ["the study was never run from its file: nothing says when its comparison was named"]
     try:
-        versions = definitions(folder)
+        versions = [v | {"config": described(parse_study(v["config"]))} for v in definitions(folder)]
     except ShaketableError as error:
         return False, [f"it is unknown when the comparison was named: {error}"]
     if not _any_has_ended(folder, runs):

@@ -257,16 +257,22 @@ class DiagnosisResult(PartResult):
 
 
 class RunFacts(PartResult):
-    """One line of the table of runs."""
+    """One run, as every table of runs has it."""
 
     name: str
     kind: str = ""
+    study: str | None = None
     arm: str | None = ""
     seed: int | None = None
+    key: str | None = None
     status: str = "missing"
     id: str | None = ""
     sha: str | None = ""
     folder: str = ""
+    started: str | None = None
+    updated: float | None = None
+    step: int | None = None
+    steps: int | None = None
     attempts: int | None = None
     resumed: int | None = None
     seconds: float | None = None
