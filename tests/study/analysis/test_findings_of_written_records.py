@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from shaketable.errors import ShaketableError
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.analysis import findings as found_of
 from shaketable.study.analysis.results import SCHEMA, Findings
@@ -301,5 +300,3 @@ def test_the_steps_of_the_comparison_can_be_named(tmp_path):
     written(tmp_path, asked, trained_at([0, 2, 4, 6]))
     rows = findings(asked, tmp_path)["at_steps"]
     assert len(rows) == 4 and all([p["step"] for p in row["points"]] == [4] for row in rows)
-    with pytest.raises(ShaketableError, match=r"report\.steps: step 3 is not scored; evaluate\.every is 2"):
-        two_trained(report={"steps": [3]})
