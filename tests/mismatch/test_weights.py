@@ -179,19 +179,13 @@ def test_the_sign_of_a_zero_is_no_difference_and_one_bit_is():
     assert unlike(WEIGHT, torch.float32, held(one))
 
 
-def test_only_what_both_sides_have_counts_as_compared_and_only_what_differs_is_fetched():
+def test_only_what_both_sides_have_counts_as_compared():
     engine = {"w": WEIGHT * 1.5, "same": SQUARE.bfloat16(), "fused": OTHER}
-    found = DigestComparison({name: held(weight) for name, weight in engine.items()}, torch.float32)
+    found = DigestComparison({name: held(weight) for name, weight in engine.items()}, torch.float32, " (replica 1)")
     for name, own in (("w", WEIGHT), ("same", SQUARE), ("trainer's alone", OTHER)):
         found.add(name, own)
-    asked = []
-
-    def fetch(names):
-        asked.extend(names)
-        return [(name, engine[name]) for name in names]
-
-    said = found.result(fetch)
-    assert asked == ["w"] and [(row.name, row.kind) for row in said.differing] == [("w", "scaled")]
+    said = found.result()
+    assert [row.name for row in said.differing] == ["w (replica 1)"]
     assert (said.compared, said.cast, said.unknown) == (2, 1, ["fused"])
 
 
@@ -199,4 +193,4 @@ def test_weights_of_which_none_was_compared_are_not_equal_weights():
     found = DigestComparison({"model.w": held(WEIGHT)}, torch.float32)
     found.add("w", WEIGHT)
     with pytest.raises(ShaketableError, match="nothing was compared"):
-        found.result(lambda names: [])
+        found.result()

@@ -24,7 +24,6 @@ CLASSES: dict[str, dict[str, str]] = {
     "verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync": {
         "_init_resource_pool_mgr": "worker classes are chosen",
         "on_init_end": "workers get instructions",
-        "on_train_begin": "time is counted",
         "on_step_begin": "step and σ",
         "step": "KL, gap",
         "_consume_sync_metrics": _STEP,
@@ -38,8 +37,6 @@ CLASSES: dict[str, dict[str, str]] = {
     "verl.utils.tensordict_utils:": {"get": "tells the reference policy"},
     "vllm.config:VllmConfig": {"__init__": "configs are checked", "__post_init__": "instructions are refused without us"},
     "vllm.v1.engine.core:EngineCore": {"collective_rpc": "calls reset cached prefixes", "reset_prefix_cache": "the same"},
-    "vllm.v1.engine.core_client:MPClient": {"__init__": "raises our reason"},
-    "vllm.v1.executor.abstract:Executor": {"__init__": "ends without a traceback"},
     "vllm.v1.worker.worker_base:WorkerBase": {"__init__": "workers take instructions"},
     "ray.actor:ActorClass": {"_remote": "actors are numbered"},
     "ray._private.serialization:SerializationContext": {"serialize": "ledgers are written before results leave"},

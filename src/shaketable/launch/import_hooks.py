@@ -35,12 +35,6 @@ def _on_ray(module: ModuleType) -> None:
     follow(module)
 
 
-def _on_vllm_command(module: ModuleType) -> None:
-    from shaketable.integrations.vllm import patch_command
-
-    patch_command(module)
-
-
 def _on_vllm(module: ModuleType) -> None:
     from shaketable.integrations.vllm import patch
 
@@ -51,10 +45,7 @@ WATCHED: Watched = {
     "torch": _on_torch,
     "transformers.generation.utils": _on_generate,
     "ray": _on_ray,
-    "vllm.entrypoints.cli.main": _on_vllm_command,
     "vllm.config": _on_vllm,
-    "vllm.v1.engine.core_client": _on_vllm,
-    "vllm.v1.executor.abstract": _on_vllm,
     "vllm.v1.worker.worker_base": _on_vllm,
     "vllm.v1.engine.core": _on_vllm,
 }

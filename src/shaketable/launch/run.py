@@ -177,7 +177,10 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """The program's own, or 3 when it succeeded and a clause did nothing anywhere, or a process ran without the plan."""
+        """The program's own, 2 when it failed because an engine refused the plan, or 3 when it succeeded and a clause did
+        nothing anywhere, or a process ran without the plan."""
+        if self.program_exit > 0 and self.refused:
+            return 2
         inert = self.ledger is None or bool(self.ledger.inert() or self.without_plan)
         if self.program_exit == 0 and inert and not self.allow_inert:
             return NOTHING_INJECTED

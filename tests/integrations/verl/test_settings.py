@@ -9,8 +9,9 @@ import types
 import pytest
 
 from shaketable.errors import ShaketableError
+from shaketable.integrations import verl
 from shaketable.integrations.verl.checks import check_model
-from shaketable.integrations.verl.settings import OBSERVER, Shaking, keep_record, refuse_pinned, shaking_of
+from shaketable.integrations.verl.settings import OBSERVER, Shaking, keep_record, shaking_of
 from shaketable.models import NANO
 
 NOISE = "relative_gaussian:0.05@op.matmul"
@@ -31,7 +32,6 @@ def shaking(tmp_path, environ=None, **keys):
 
 
 def test_a_config_without_our_keys_asks_nothing(tmp_path):
-    assert shaking_of(config(tmp_path), {}) is None
     assert shaking_of(config(tmp_path, shaketable=None), {}) is None
 
 
@@ -40,7 +40,6 @@ def test_a_config_without_our_keys_asks_nothing(tmp_path):
     [
         ("rollout", "rollout", ["sampler"]),
         ("actor", "train", ["actor"]),
-        ("both", "rollout+train", ["sampler", "actor"]),
         (None, "rollout+train", ["sampler", "actor"]),
     ],
 )
@@ -57,7 +56,6 @@ def test_plan_in_says_who_is_shaken_and_never_validation(tmp_path, plan_in, phas
     ("asked", "plan_in", "phase", "scored"),
     [
         (None, None, "rollout+train", "clean"),
-        ("clean", None, "rollout+train", "clean"),
         ("plan", None, "rollout+train+eval", "plan"),
         ("both", "rollout", "rollout+eval", "both"),
     ],
@@ -89,7 +87,6 @@ def test_validations_that_cannot_be_had_are_refused(tmp_path, keys, message):
 @pytest.mark.parametrize(
     ("keys", "fails"),
     [
-        ({"plan": NOISE}, False),
         ({"plan": "dead_zone:0.01,scope=token@layer.15"}, False),
         ({"plan": "gain:0.1@module.mlp,phase=train"}, False),
         ({"aqn": EPOCHS}, False),
@@ -155,10 +152,6 @@ def test_a_sampler_has_no_backward(tmp_path):
     assert made.instructions("actor", 1).plan == f"{back},phase=train"
     made = shaking(tmp_path, plan=f"{back},phase=rollout+train;gain:0.1@layer.1")
     assert made.instructions("sampler", 1).plan == "gain:0.1@layer.1,phase=rollout+train"
-    environ = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.05", "VERL_NOISY_OPS_BACKWARD_ONLY": "1"}
-    origin = shaking_of(config(tmp_path), environ)
-    assert origin.instructions("sampler", 1) is None
-    assert origin.instructions("actor", 1).plan == f"{back},phase=train"
     for keys in ({"plan": f"{back},phase=rollout"}, {"plan": back, "plan_in": "rollout"}):
         with pytest.raises(ShaketableError, match="would never act: a sampler has no backward"):
             shaking(tmp_path, **keys)
@@ -180,7 +173,6 @@ def engine(**options):
         ({"aqn": "constant:0.01,form=output"}, GRAPHS, {}, True),
         ({"plan": NOISE}, GRAPHS | engine(compilation_config={"cudagraph_mode": "PIECEWISE"}), {}, True),
         ({"plan": NOISE}, GRAPHS | engine(compilation_config={"cudagraph_mode": "NONE"}), {}, False),
-        ({"plan": NOISE}, GRAPHS | engine(compilation_config='{"cudagraph_mode": "NONE"}'), {}, False),
         ({"plan": NOISE}, GRAPHS | engine(enforce_eager=True), {}, False),
         ({"plan": NOISE}, GRAPHS, {"device": "cpu"}, False),
         ({"plan": WEIGHTS}, GRAPHS, {}, False),
@@ -232,15 +224,14 @@ def test_samplers_are_held_against_actors_in_a_training_that_nobody_shakes(tmp_p
         ({"plan": NOISE}, {}, "measures a training as it is: only shaketable.ledger goes with it"),
         ({"seed": 0}, {}, "measures a training as it is"),
         ({"mismatch": {"every": 0}}, {}, "shaketable.mismatch.every"),
-        ({"mismatch": {"evry": 5}}, {}, r"shaketable.mismatch.evry is unknown; did you mean 'every'\?"),
         ({"mismatch": {"stop": True}}, {}, "shaketable.mismatch.every: Field required"),
         ({"mismatch": 5}, {}, r"shaketable.mismatch is a group of keys \(every, stop\), not 5"),
         ({}, {"mode": "separate_async"}, "trainer_mode=sync, not with separate_async"),
         ({}, {"sampler": "sglang"}, "rollout.name=vllm, not with sglang"),
-        ({}, {"strategy": "fsdp"}, "not actor.strategy=fsdp; use actor_rollout_ref.actor.strategy=fsdp2"),
+        ({}, {"strategy": "fsdp"}, "needs actor_rollout_ref.actor.strategy=fsdp2"),
         ({}, {"rollout": {"tensor_model_parallel_size": 2}}, "rollout.tensor_model_parallel_size=1"),
-        ({}, {"rollout": engine(worker_extension_cls="a.B")}, r"leave out .*worker_extension_cls=a.B"),
-        ({}, {"algorithm": {"rollout_correction": {"bypass_mode": True}}}, "does not ask the actors for log-probabilities"),
+        ({}, {"rollout": engine(worker_extension_cls="a.B")}, "needs no .*worker_extension_cls"),
+        ({}, {"algorithm": {"rollout_correction": {"bypass_mode": True}}}, "bypass_mode=False"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_by_the_driver(tmp_path, keys, changes, message):
@@ -252,29 +243,8 @@ def test_what_cannot_be_measured_is_refused_by_the_driver(tmp_path, keys, change
 def test_adapters_cannot_be_held_against_samplers(tmp_path, model):
     asked = config(tmp_path, shaketable={"mismatch": {"every": 5}})
     asked["actor_rollout_ref"]["model"] = model
-    with pytest.raises(ShaketableError, match="cannot tell adapters"):
+    with pytest.raises(ShaketableError, match=r"needs actor_rollout_ref\.model\.lora_rank=0"):
         shaking_of(asked, {})
-
-
-def test_a_run_without_verls_kl_says_so(tmp_path):
-    def last(**changes):
-        return shaking_of(config(tmp_path, **changes), {}).lines[-1]
-
-    plan = {"shaketable": {"plan": NOISE}}
-    assert last(**plan).startswith("shaketable: ledgers in")
-    none = "shaketable: no shaketable/kl in this run: "
-    assert last(**plan, algorithm={"rollout_correction": None}) == none + "algorithm.rollout_correction is null"
-    assert last(**plan, algorithm={"rollout_correction": {"bypass_mode": True}}).endswith("bypass_mode is on")
-    actor = {"shaketable": {"plan": NOISE, "plan_in": "actor"}}
-    assert last(**actor).endswith("calculate_log_probs is off")
-
-
-def test_a_config_that_another_driver_pinned_is_refused(tmp_path):
-    made = shaking(tmp_path, plan=NOISE)
-    again = config(tmp_path, shaketable={"plan": NOISE, "resolved": made.pinned()})
-    refuse_pinned(again, {made.ledger})
-    with pytest.raises(ShaketableError, match=r"shaketable.resolved was written by another run"):
-        refuse_pinned(again, set())
 
 
 @pytest.mark.parametrize(
@@ -288,13 +258,8 @@ def test_a_config_that_another_driver_pinned_is_refused(tmp_path):
         ({"shaketable": {"plan": "relative_gausian:0.05@op.matmul"}}, "unknown fault 'relative_gausian'"),
         ({"shaketable": {"plan": f"{NOISE},phase=train", "plan_in": "rollout"}}, "shaketable.plan_in=rollout, and "),
         ({"shaketable": {"plan": NOISE}, "mode": "colocate_async"}, "shaketable works with trainer.v1.trainer_mode=sync"),
-        ({"shaketable": {"plan": NOISE}, "trainer": {"use_v1": False}}, "shaketable works with trainer.v1.trainer_mode=sync"),
         ({"shaketable": {"plan": NOISE}, "sampler": "sglang"}, "shaketable works with rollout.name=vllm"),
         ({"shaketable": {"plan": NOISE}, "strategy": "megatron"}, "faults in the actor need FSDP, not actor.strategy=megatron"),
-        (
-            {"shaketable": {"plan": NOISE}, "rollout": engine(additional_config='{"key": 1}')},
-            "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config is text",
-        ),
         (
             {"shaketable": {"plan": NOISE}, "rollout": engine(additional_config={"shaketable": {"plan": NOISE}})},
             "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config asks for a plan",
@@ -336,7 +301,6 @@ def test_ledgers_are_never_mixed(tmp_path):
 
 def test_the_origins_keys_need_no_plus_and_what_was_done_is_printed(monkeypatch, capsys):
     """verl's main imports `verl.utils.config`, which is what we wait for, before Hydra reads the arguments."""
-    from shaketable.integrations import verl
 
     module = types.SimpleNamespace(validate_config=lambda config: None)
     given = ["main_ppo", "trainer.total_epochs=2", "trainer.noisy_ops.enabled=true", "deadzone_layer=3", "+aqn.sigma=0.1"]

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -255,15 +254,6 @@ def test_what_could_not_act_is_not_asked_for(tmp_path, plan):
     run.finish()
 
 
-def test_a_run_without_a_step_is_no_error(tmp_path):
-    """`val_only`, or a run that was complete when it was resumed."""
-    aqn = Instructions(plan=ORDERS.plan, aqn="constant:0.1", total_steps=3)
-    run = Run(tmp_path, {"sampler": aqn, "actor": ORDERS})
-    run.read().check_clean()
-    assert run.read().after_validation() == 0
-    assert run.finish()["merged"]["sampler.plan"]["forward"] == 0
-
-
 @pytest.mark.parametrize("role", ["sampler", "actor"])
 @pytest.mark.parametrize(
     "plan", ["dead_zone:1e-30,scope=token@module.linear", "gain:0.1@module.rmsnorm;saturation:2@module.linear"]
@@ -298,16 +288,6 @@ def test_a_clause_that_may_still_change_something_is_judged_at_the_end(tmp_path,
         run.finish()
 
 
-def test_one_worker_whose_values_change_proves_the_clause(tmp_path):
-    run = Run(tmp_path, {"sampler": Instructions(plan="saturation:2@module.linear,phase=rollout")}, size=2)
-    run.workers[1].injection.set_magnitude(0.5)
-    for worker in run.workers:
-        worker.work(40)
-    run.step()
-    run.workers[0].work(40)
-    run.step()
-
-
 def test_an_error_is_that_of_the_step(tmp_path):
     run = Run(tmp_path, {"sampler": ORDERS})
     run.workers[0].work()
@@ -317,16 +297,6 @@ def test_an_error_is_that_of_the_step(tmp_path):
     assert run.step()["shaketable/sampler/measured_error"] == pytest.approx(0.4)
     run.workers[0].work()
     assert "shaketable/sampler/measured_error" not in run.step(), "the third hit is not measured"
-
-
-def test_the_error_of_aqn_is_that_of_the_step(tmp_path):
-    run = Run(tmp_path, {"sampler": Instructions(aqn="epoch_aware:0.4-0.4+0.01-0.01", total_steps=2)})
-    errors = []
-    for step in range(2):
-        run.workers[0].noise.step = step
-        run.workers[0].work()
-        errors.append(run.step()["shaketable/sampler/aqn_error"])
-    assert errors[0] > 0.05 and 0 < errors[1] < 0.05 and math.isfinite(errors[1])
 
 
 # ---- a validation is proven both ways

@@ -1,16 +1,9 @@
-"""A check of sampler against trainer in the middle of a training, whichever trainer it is.
-
-Gap and weights are part of every check. Floor and shares take most of the time: they are measured in the first check, and
-again as soon as all checks together have taken less than a hundredth of the training (`Budget`). Where the two sides are
-processes that share no memory, digests of weights are compared first (`DigestComparison`), and only differing weights are sent.
-"""
+"""A check of sampler against trainer in the middle of a training, whichever trainer it is."""
 
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,43 +12,18 @@ from shaketable.errors import ShaketableError, UnavailableError
 from shaketable.mismatch.engine import Rollout, RolloutEngine
 from shaketable.mismatch.floor import measure_floor
 from shaketable.mismatch.gap import differences, distance
-from shaketable.mismatch.results import Weights
+from shaketable.mismatch.results import ParameterDifference, Weights
 from shaketable.mismatch.shares import ShareMeter
 from shaketable.mismatch.trainer import Trainer
-from shaketable.mismatch.weights import compare
 
 ROLLOUTS = 4
 """Completions of one check."""
-BUDGET = 0.01
-"""Share of the training's time: while checks have taken more, floor and shares are left out."""
 PREFIX = "shaketable/mismatch/"
 """Before every name in the trainer's own log."""
 
 
 class StaleWeightsError(ShaketableError, RuntimeError):
     """The sampler has other weights than the trainer, after a sync."""
-
-
-class Budget:
-    """The time of all checks of one training, of the time since it began."""
-
-    def __init__(self) -> None:
-        self.spent = 0.0
-        self._began = time.perf_counter()
-
-    @property
-    def is_left(self) -> bool:
-        """Whether floor and shares may be measured again."""
-        return self.spent <= BUDGET * (time.perf_counter() - self._began)
-
-    @contextmanager
-    def spending(self) -> Iterator[None]:
-        """Count the time inside."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.spent += time.perf_counter() - started
 
 
 def gap(engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -68,8 +36,6 @@ def gap(engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]]) -
 
 def floor_and_share(side: Trainer, engine: RolloutEngine | None, rollouts: Sequence[Rollout]) -> dict[str, float]:
     """The distance of each side from itself, and the family of operators that causes most of the divergence, by name."""
-    if not rollouts:
-        return {}
     own = side.logprobs(rollouts)
     floors = [_log_softmax(side, rollouts, own), measure_floor(side, rollouts, own)[0].largest.mean_abs]
     if engine is None:
@@ -124,19 +90,19 @@ def digest(weight: Tensor) -> str:
 
 
 class DigestComparison:
-    """A sampler's digests against a trainer's weights, which come one after another.
+    """A sampler's digests against the weights of a trainer that shares no memory with it.
 
     Args:
         digests: By name, the dtype in which the sampler holds a weight, and its digest.
         dtype: In which it computes.
+        where: Which sampler it is, for the names of what differs.
     """
 
-    def __init__(self, digests: Mapping[str, tuple[str, str]], dtype: torch.dtype) -> None:
-        self.digests, self.dtype = digests, dtype
+    def __init__(self, digests: Mapping[str, tuple[str, str]], dtype: torch.dtype, where: str = "") -> None:
+        self.digests, self.dtype, self.where = digests, dtype, where
         self.seen: set[str] = set()
         self.cast = 0
-        self.differing: dict[str, Tensor] = {}
-        """The trainer's weights that the sampler does not hold."""
+        self.differing: list[ParameterDifference] = []
 
     def add(self, name: str, own: Tensor) -> None:
         """Compare one weight, if the sampler gave its digest."""
@@ -148,17 +114,15 @@ class DigestComparison:
         self.cast += held != own.dtype
         candidates = [own.to(self.dtype).to(held), *([own] if own.dtype == held else [])]
         if all(digest(weight) != digested for weight in candidates):
-            self.differing[name] = own.cpu()
+            self.differing.append(ParameterDifference(f"{name}{self.where}", "other_values", "holds other values"))
 
-    def result(self, parameters: Callable[[list[str]], Iterable[tuple[str, Tensor]]]) -> Weights:
-        """The comparison; `parameters` fetches weights of the sampler.
+    def result(self) -> Weights:
+        """The comparison.
 
         Raises:
             ShaketableError: Nothing was compared, which must not look like weights that are all equal.
         """
         if not self.seen:
             raise ShaketableError("no weight of the sampler has the name of one of the trainer's: nothing was compared")
-        names = list(self.differing)
-        found = compare(self.differing, parameters(names), self.dtype).differing if names else []
         dtype = str(self.dtype).removeprefix("torch.")
-        return Weights(len(self.seen), self.cast, found, dtype, [], sorted(set(self.digests) - self.seen))
+        return Weights(len(self.seen), self.cast, self.differing, dtype, [], sorted(set(self.digests) - self.seen))

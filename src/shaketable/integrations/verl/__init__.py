@@ -31,7 +31,7 @@ import atexit
 import functools
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -81,7 +81,10 @@ def _announce(config: Any) -> None:
     from shaketable.integrations.verl.settings import keep_record
 
     try:
-        found = asked(config, _announced)
+        pinned = OmegaConf.select(config, "shaketable.resolved.ledger")
+        if pinned is not None and Path(pinned) not in _announced:
+            raise ShaketableError("shaketable.resolved was written by another run; remove it from the config")
+        found = asked(config)
         if found is None or found.ledger not in _announced:
             plain = OmegaConf.to_container(config, resolve=True)
             if found is not None:
@@ -148,21 +151,13 @@ def _make_trainer(chosen: Any, config: Any) -> Any:
     return on_top_of(chosen, Ours)(config=config, shaking=found)
 
 
-def asked(config: Any, driven: Collection[Path] | None = None) -> Shaking | None:
-    """The faults that a config of verl asks for; None without any.
-
-    Args:
-        config: verl's.
-        driven: In a driver, the folders of the runs that it drives: a config that was pinned for another run is refused.
-    """
+def asked(config: Any) -> Shaking | None:
+    """The faults that a config of verl asks for; None without any."""
     from omegaconf import OmegaConf
 
-    from shaketable.integrations.verl.settings import refuse_pinned, shaking_of
+    from shaketable.integrations.verl.settings import shaking_of
 
-    plain: Mapping[str, Any] = OmegaConf.to_container(config, resolve=True)
-    if driven is not None:
-        refuse_pinned(plain, driven)
-    return shaking_of(plain, os.environ)
+    return shaking_of(OmegaConf.to_container(config, resolve=True), os.environ)
 
 
 WATCHED: dict[str, Callable[[ModuleType], None]] = {

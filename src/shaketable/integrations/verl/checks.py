@@ -60,7 +60,7 @@ def check_model(config: Mapping[str, Any], made: Shaking) -> None:
     """
     clauses = [clause for clause in _clauses(made, "actor") if clause.site.level != "op"]
     model = config["actor_rollout_ref"]["model"]
-    if not clauses or model.get("lora_rank") or (model.get("lora") or {}).get("rank"):
+    if not clauses or _has_adapters(config["actor_rollout_ref"]):
         return
     try:
         import torch
@@ -88,26 +88,24 @@ def check_mismatch(config: Mapping[str, Any]) -> None:
     Raises:
         ShaketableError: One line, with the key to change.
     """
-    model, rollout = config["actor_rollout_ref"], config["actor_rollout_ref"]["rollout"]
     _check_mode(config["trainer"])
+    model, rollout = config["actor_rollout_ref"], config["actor_rollout_ref"]["rollout"]
     _check_engine(rollout)
-    if (strategy := model["actor"]["strategy"]) != "fsdp2":
-        raise ShaketableError(f"shaketable.mismatch needs weights by name, not actor.strategy={strategy}; use {FSDP2}")
-    if model["model"].get("lora_rank") or (model["model"].get("lora") or {}).get("rank"):
-        raise ShaketableError(
-            "shaketable.mismatch cannot tell adapters from what a sampler merged them into; train all weights"
-        )
-    for size in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
-        if (rollout.get(size) or 1) != 1:
-            raise ShaketableError(f"shaketable.mismatch needs samplers that hold all weights: rollout.{size}=1")
-    if (chosen := vllm_options(rollout).get("worker_extension_cls")) is not None:
-        raise ShaketableError(
-            f"shaketable.mismatch needs a worker extension of its own; leave out {VLLM}.worker_extension_cls={chosen}"
-        )
     correction = (config.get("algorithm") or {}).get("rollout_correction") or {}
-    if correction.get("bypass_mode"):
-        why = "verl does not ask the actors for log-probabilities"
-        raise ShaketableError(f"shaketable.mismatch: {why} with algorithm.rollout_correction.bypass_mode=True")
+    needed = {
+        FSDP2: model["actor"]["strategy"] == "fsdp2",
+        "actor_rollout_ref.model.lora_rank=0": not _has_adapters(model),
+        "algorithm.rollout_correction.bypass_mode=False": not correction.get("bypass_mode"),
+        f"no {VLLM}.worker_extension_cls": vllm_options(rollout).get("worker_extension_cls") is None,
+    }
+    for size in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
+        needed[f"actor_rollout_ref.rollout.{size}=1"] = (rollout.get(size) or 1) == 1
+    if missing := next((key for key, is_there in needed.items() if not is_there), None):
+        raise ShaketableError(f"shaketable.mismatch compares whole weights by name, and needs {missing}")
+
+
+def _has_adapters(model: Mapping[str, Any]) -> bool:
+    return bool(model["model"].get("lora_rank") or (model["model"].get("lora") or {}).get("rank"))
 
 
 def _check_mode(trainer: Mapping[str, Any]) -> None:
@@ -125,8 +123,6 @@ def _check_sampler(trainer: Mapping[str, Any], rollout: Mapping[str, Any], made:
     _check_engine(rollout)
     options = vllm_options(rollout)
     given = options.get("additional_config") or {}
-    if not isinstance(given, Mapping):
-        raise ShaketableError(f"{VLLM}.additional_config is text; write a mapping, e.g. +{VLLM}.additional_config.key=value")
     if "shaketable" in given:
         raise ShaketableError(f"{VLLM}.additional_config asks for a plan or AQN too; give it to verl alone: +shaketable.plan=…")
     hooked = [c.text() for c in _clauses(made, "sampler") if c.site.level == "op" or set(c.points) != {"weight"}]
@@ -208,15 +204,3 @@ def _check_size(clause: Clause, role: str, dtype: str) -> None:
 def _clauses(made: Shaking, role: str) -> tuple[Clause, ...]:
     instructions = made.instructions(role, 1)
     return Plan.parse(instructions.plan).clauses if instructions is not None and instructions.plan is not None else ()
-
-
-def without_kl(config: Mapping[str, Any], made: Shaking) -> str | None:
-    """Why verl will not compute the KL between sampler and trainer; None when it will."""
-    correction = (config.get("algorithm") or {}).get("rollout_correction")
-    if correction is None:
-        return "algorithm.rollout_correction is null"
-    if correction.get("bypass_mode"):
-        return "algorithm.rollout_correction.bypass_mode is on"
-    if made.instructions("sampler", 1) is None and not config["actor_rollout_ref"]["rollout"]["calculate_log_probs"]:
-        return "actor_rollout_ref.rollout.calculate_log_probs is off"
-    return None

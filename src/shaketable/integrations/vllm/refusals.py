@@ -3,8 +3,7 @@
 vLLM has several places where a hook would never be called: replayed CUDA graphs, modules compiled without it, LoRA wrappers.
 What the config alone shows (a plan that cannot be read, layers that the model does not have, activations in CUDA graphs) is
 refused in the user's own process, where vLLM makes that config (`init_and_check`). The rest needs the model, in a process that
-vLLM has started, whose errors come out as three tracebacks without the reason. So `refusing` leaves one line for the front end
-(`init_or_raise_reason`) and `shaketable run`, and ends that process without a traceback.
+vLLM has started: `refusing` prints one line, also for `shaketable run`, and ends that process.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from shaketable.aqn.spec import AQN
@@ -28,13 +25,10 @@ from shaketable.launch.run import default_folder
 from shaketable.plan import Clause, Plan
 from shaketable.sites.match import check_range
 
-WHY = "SHAKETABLE_WHY_NOT"
-"""The file in which a front end looks for the reason why its engine did not start."""
-
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """An error of ours inside ends this process; the reason is one line, wherever somebody looks for it."""
+    """An error of ours inside ends this process with one line."""
     try:
         yield
     except ShaketableError as error:
@@ -45,11 +39,9 @@ def refusing() -> Iterator[None]:
 
 
 def tell(error: ShaketableError) -> None:
-    """Say why an engine stops: on stderr, to the front end that waits for it, and to `shaketable run`."""
+    """Say why an engine stops: on stderr, and to `shaketable run`."""
     sys.stderr.write(f"shaketable: {error}\n")
     sys.stderr.flush()
-    if file := os.environ.get(WHY):
-        Path(file).write_text(str(error), encoding="utf-8")
     if (ledger := active()) is not None:
         ledger.refused = str(error)
         ledger.flush()
@@ -197,40 +189,10 @@ def _shape(plan: Plan, rank: int) -> object:
     return plan.seed, rank, [(c.site, c.fault.kind, tuple(c.fault.params().items())) for c in plan.clauses]
 
 
-# ---- around methods of vLLM, in the process that the user has started (`integrations.vllm.PATCHED`)
+# ---- around a method of vLLM, in the process that the user has started (`integrations.vllm.PATCHED`)
 
 
 def init_and_check(init: Callable[..., None], config: Any, *args: Any, **kwargs: Any) -> None:
     """`VllmConfig.__init__`, then `check`. In `__post_init__` pydantic would put a plan's error into one of its own."""
     init(config, *args, **kwargs)
     check(config)
-
-
-def init_or_raise_reason(init: Callable[..., None], client: Any, *args: Any, **kwargs: Any) -> None:
-    """`MPClient.__init__`, which raises the reason why an engine did not start, if it is ours."""
-    with TemporaryDirectory(prefix="shaketable-") as folder:
-        file = Path(folder, "why")
-        os.environ[WHY] = str(file)
-        try:
-            init(client, *args, **kwargs)
-        except RuntimeError:
-            if not file.exists():
-                raise
-            if not _own(client.vllm_config):
-                raise SystemExit(2) from None
-            raise PlanError(file.read_text(encoding="utf-8")) from None
-        finally:
-            os.environ.pop(WHY, None)
-
-
-def init_or_exit_quietly(init: Callable[..., None], executor: Any, *args: Any, **kwargs: Any) -> None:
-    """`Executor.__init__`, which ends its engine's process quietly when a worker has told why it does not start.
-
-    Not `EngineCore.__init__`: vLLM loads plugins inside of it.
-    """
-    try:
-        init(executor, *args, **kwargs)
-    except Exception:  # vLLM raises it bare
-        if not os.path.exists(os.environ.get(WHY, "")) or multiprocessing.parent_process() is None:
-            raise
-        raise SystemExit(2) from None
