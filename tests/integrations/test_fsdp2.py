@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.covers(
-    "FSDP2", "module, layer, operator and weight plans, AQN; one rank and two", "eager, compiled blocks"
-)
+pytestmark = pytest.mark.covers("FSDP2", "module, layer, operator and weight plans, AQN; two ranks", "eager, compiled blocks")
 
 PROGRAM = Path(__file__).parent / "programs" / "sharded.py"
-PLANS = ("weights", "norms", "mxfp4", "clipped", "lanes", "layer", "operators", "rmsnorm operator")
+PLANS = ("weights", "norms", "mxfp4", "layer", "operators")
 
 
 def ways(rows):
@@ -21,15 +19,15 @@ def ways(rows):
     return [way for way in rows if way != "effect"]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def ranks(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
     """What each rank of the program saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(request.param)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, PROGRAM, folder], capture_output=True, text=True, timeout=240, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(request.param)]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -87,7 +85,3 @@ def test_ranks_share_broken_lanes_and_not_noise(ranks):
     lanes = [seen["keyed"]["lanes"] for seen in ranks]
     assert len(lanes[0]) == 8 and lanes == [lanes[0]] * len(ranks)
     assert len({seen["keyed"]["noise"] for seen in ranks}) == len(ranks)
-
-
-def test_a_class_is_found_under_the_name_that_it_had_before_sharding(ranks):
-    assert all(seen["named"] == [2, 2] for seen in ranks)

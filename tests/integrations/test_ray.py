@@ -124,19 +124,9 @@ def test_tasks_differ_and_a_task_that_is_tried_again_sees_its_noise_again(done):
     assert first_try == second_try
 
 
-def test_the_users_own_runtime_env_is_kept(done):
-    assert done["seen"]["own"][1:] == [True, "1", "yes"]
-    assert workers(done, "OwnPath#1")[0]["forward"] == 1
-
-
 def test_an_actor_that_injected_nothing_is_named(done):
     assert workers(done, "Idle#1 resting")[0]["forward"] == 0
     assert "(Idle#1 resting) imported torch but injected nothing" in done["said"]
-
-
-def test_an_actor_that_fails_for_its_own_reasons_fails_as_ever(done):
-    assert "ZeroDivisionError: for its own reasons" in done["seen"]["broken"]
-    assert "shaketable" not in done["seen"]["broken"]
 
 
 def test_actors_have_the_same_noise_on_every_cluster(on_its_own, as_guest):
@@ -179,13 +169,6 @@ def test_a_program_can_ask_for_the_plan_itself_and_has_the_noise_of_shaketable_r
     # the program shuts Ray down right after its last task, and Ray then kills the workers: without a wait some of this is lost
     assert seen["forward"] == 6 + 200
     assert set(seen["places"]) == {"tasks"}
-
-
-def test_shaketable_can_be_shipped_to_the_workers(tmp_path, cluster):
-    seen = own_runtime_env(cluster, tmp_path / "l", "ship")
-    assert "runtime_resources" in seen["actor"][0]
-    assert seen["actor"][1] == "1"
-    assert (seen["forward"], seen["places"]) == (1, ["Sampler#1"])
 
 
 def test_a_worker_that_does_not_see_the_ledger_folder_stops(tmp_path, cluster):

@@ -68,7 +68,6 @@ def runtime_env(
     ledger: str | Path,
     seed: int | None = None,
     base: Mapping[str, Any] | None = None,
-    ship: bool = False,
 ) -> dict[str, Any]:
     """A `runtime_env` for `ray.init` that puts a plan into every worker of the job. The driver itself gets no faults.
 
@@ -79,8 +78,6 @@ def runtime_env(
         ledger: A folder that all nodes see, new or empty.
         seed: Keys all noise; overrides the plan's own.
         base: Your own runtime_env; all of it is kept.
-        ship: Send this installation of shaketable to the workers, which then need torch and pydantic but not shaketable.
-            For `ray.init` only: Ray takes folders at no other place.
 
     Raises:
         PlanError: The plan cannot be read, or the folder holds another run.
@@ -93,10 +90,7 @@ def runtime_env(
     resolved, folder = Plan.load(plan, seed=seed), Path(ledger).resolve()
     new_folder(folder)
     follow(ray)
-    env = _merged(base, {PLAN: resolved.text(), "SHAKETABLE_SEED": str(resolved.seed), LEDGER: str(folder)})
-    if ship:
-        env["py_modules"] = [*env.get("py_modules", []), str(Path(__file__).parents[1])]
-    return env
+    return _merged(base, {PLAN: resolved.text(), "SHAKETABLE_SEED": str(resolved.seed), LEDGER: str(folder)})
 
 
 def collect(folder: str | Path, *, allow_inert: bool = False) -> RunResult:

@@ -134,11 +134,6 @@ def test_its_checkpoint_loads_and_holds_no_noise(run):
         assert torch.equal(a, b), name
 
 
-def test_sampler_and_trainer_do_not_agree_while_noise_is_on(run):
-    for step in run.steps[1:]:
-        assert step["shaketable/kl"] > 1e-4
-
-
 def test_errors_are_those_of_a_step(run):
     """A ledger measures less and less often; a step in which it measured nothing has no error.
 
@@ -152,8 +147,6 @@ def test_errors_are_those_of_a_step(run):
     whole = json.loads((run.folder / "ledger" / "ledger.json").read_text())["merged"]
     for role in ("sampler", "actor"):
         assert whole[f"{role}.plan"]["sites"][0]["measured_error"] == pytest.approx(0.3, rel=0.1)
-    noise = [step["shaketable/sampler/aqn_error"] for step in run.steps[1:]]
-    assert noise == pytest.approx([2 * sigma for sigma in SIGMAS], rel=0.15), "of layer 3, which has twice the σ of the others"
 
 
 def test_what_will_be_done_is_said_at_the_start(run):

@@ -62,24 +62,6 @@ def test_sigma_is_changed_live_and_measured(llm, clean):
     assert site["measured_magnitude"] == pytest.approx((0.02 + 0.1 + 0.3) / 3, rel=0.1)
 
 
-def test_sigma_given_back_follows_the_schedule_again(llm):
-    llm.set_aqn("constant:0.02", 1)
-    scheduled = llm.norms()
-    llm.set_sigma(0.2)
-    assert not same(llm.norms(), scheduled)
-    llm.set_sigma(None)
-    assert same(llm.norms(), scheduled)
-
-
-def test_sigma_alone_is_enough(llm, clean):
-    llm.set_step(4)
-    llm.set_sigma(0.1)
-    assert llm.report()["step"] == 4
-    assert apart(llm.ask()[1], clean[2]) > 1e-3
-    llm.set_sigma(0.0)
-    assert same(llm.norms(), clean[0]) and same(llm.ask()[1], clean[2])
-
-
 def test_each_step_draws_anew_and_none_adds_to_the_last(llm, clean):
     llm.set_aqn("constant:0.05", 100)
     first = llm.norms()
@@ -188,16 +170,6 @@ def test_a_plan_and_aqn_on_the_same_weights_come_off_one_by_one(llm, clean):
     assert same(llm.norms(), clean[0])
 
 
-def test_a_plan_and_aqn_act_side_by_side(llm, clean):
-    llm.set_plan("gain:0.1@layer.2")
-    planned = llm.ask()
-    llm.set_aqn("constant:0.1", 1)
-    both = llm.ask()
-    assert apart(both[1], planned[1]) > 1e-3
-    llm.set_sigma(0.0)
-    assert same(llm.ask()[1], planned[1])
-
-
 def test_outputs_can_have_the_noise_instead(llm, clean):
     llm.set_aqn("constant:0.05,form=output,layers=3", 1)
     assert same(llm.norms(), clean[0])
@@ -211,14 +183,9 @@ def test_aqn_that_cannot_be_is_refused_and_the_one_before_stays(llm):
     norms = llm.norms()
     with pytest.raises(NoMatchError, match="layers 0-7"):
         llm.set_aqn("constant:0.05,layers=9", 10, 4)
-    with pytest.raises(ShaketableError, match="unknown"):
-        llm.set_aqn("constnat:0.05", 10, 4)
-    with pytest.raises(NoMatchError, match="layernorm"):
-        llm.set_aqn("constant:0.05,roles=layernorm", 10, 4)
-    assert llm.report()["step"] == 2 and same(llm.norms(), norms)
     with pytest.raises(ShaketableError, match="0 or above"):
         llm.set_sigma(-0.1)
-    assert same(llm.norms(), norms)
+    assert llm.report()["step"] == 2 and same(llm.norms(), norms)
     llm.clear()
     with pytest.raises(ShaketableError, match="no AQN"):
         llm.set_sigma(None)

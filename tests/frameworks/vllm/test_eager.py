@@ -16,30 +16,21 @@ pytestmark = pytest.mark.covers("vLLM", "module, layer and operator plans, live;
 STEADY = [
     "dead_zone:0.05,scope=token@layer.3",
     "gain:0.1@layer.2",
-    "gain:0.1@layer.0+7",
-    "gain:0.1@layer.0,point=input",
     "gain:0.1@layer.2,point=input",
     "truncation:12@layer.4",
-    "saturation:0.3,scope=token@layer.5",
-    "gain:0.5,sparsity=0.25@layer.3",
     "dead_zone:0.02,scope=token@layer.1; saturation:0.6,scope=token@layer.1",
     "gain:0.1,sparsity=0.5@module.rmsnorm",
-    "gain:0.1,sparsity=0.5@module.rmsnorm,point=input",
     "saturation:0.3,scope=token@module.rmsnorm,point=input",
     "saturation:0.6,scope=token@module.rmsnorm,point=input; gain:0.1,sparsity=0.5@module.rmsnorm,point=input",
-    "saturation:0.5,scope=token@module.norm,point=input",
     "gain:0.1@module.post_attention_layernorm,layers=2-5",
     "gain:0.1@module.mlp",
-    "gain:0.1@module.mlp,point=input",
     "gain:0.1@module.attention",
     "gain:0.1@module.attention,point=input",
     "gain:0.1@module.linear",
-    "dead_zone:0.05,scope=token@module.o_proj",
     "dead_zone:0.05,scope=token@module.down_proj,point=input",
     "mxfp4@module.linear,point=input",
     "gain:0.2@module.rmsnorm,point=weight",
     "gain:0.1@op.matmul",
-    "gain:0.1@op.rms_norm",
     "gain:0.1@op.silu",
     "gain:0.1@op.sdpa",
 ]
@@ -112,14 +103,6 @@ def test_magnitude_zero_is_off_and_another_is_felt_at_once(llm, clean):
     assert apart(strong[1], clean[1]) > 2 * apart(weak[1], clean[1])
 
 
-def test_one_clause_is_changed_and_the_other_is_not(llm):
-    llm.set_plan("gain:0.1@layer.2; gain:0.2@layer.5")
-    llm.set_magnitude(0.3, 1)
-    llm.ask()
-    assert [llm.site(clause=i)["asked"] for i in (0, 1)] == [0.1, 0.3]
-    assert [llm.site(clause=i)["measured_magnitude"] for i in (0, 1)] == pytest.approx([0.1, 0.3], rel=1e-3)
-
-
 def test_what_was_measured_is_what_was_asked_for_at_every_kind_of_site(llm):
     llm.set_plan(
         "relative_gaussian:0.03@module.linear; relative_gaussian:0.02@module.rmsnorm,point=input; "
@@ -156,16 +139,6 @@ def test_a_validation_is_clean_where_the_plan_names_rollouts(llm, clean):
     llm.set_phase("rollout")
     assert apart(llm.ask()[1], clean[1]) > 1e-3
     assert llm.site()["phases"].keys() == {"rollout"}
-
-
-def test_a_plan_in_place_of_another_is_the_only_one(llm):
-    llm.set_plan("gain:0.2@layer.2")
-    alone = llm.ask()
-    llm.set_plan("gain:0.3@layer.6")
-    llm.set_plan("gain:0.2@layer.2")
-    again = llm.ask()
-    assert again[0] == alone[0] and same(again[1], alone[1])
-    assert llm.spots().keys() == {"model.layers.2"}
 
 
 def test_a_prefix_computed_by_another_model_is_not_used(llm):
@@ -236,30 +209,16 @@ def test_a_plan_for_training_alone_is_refused_where_nothing_is_trained(llm, plan
         llm.set_plan(plan)
 
 
-def test_what_the_kernel_of_attention_hides_is_said_when_the_plan_is_attached(llm):
-    llm.set_plan("gain:0.1@op.softmax; gain:0.1@op.sdpa")
-    (note,), nothing = (site["notes"] for site in llm.report()["plan"]["sites"])
-    assert note.startswith("attention is one kernel (of the engine), inside of which its softmax (op.softmax) cannot be hit")
-    assert nothing == []
-
-
 def test_words_that_mean_nothing_are_errors(llm):
     with pytest.raises(PlanError, match="did you mean 'eval'"):
         llm.set_phase("evl")
     with pytest.raises(ShaketableError, match="no plan"):
         llm.set_magnitude(0.1)
     llm.set_plan("gain:0.1@layer.2")
-    with pytest.raises(PlanError, match="no clause 3"):
-        llm.set_magnitude(0.1, 3)
-    llm.set_plan("mxfp4@module.linear,point=input")
-    with pytest.raises(PlanError, match="no clause with a magnitude"):
-        llm.set_magnitude(0.1)
-    for magnitude in (-1.0, float("nan")):
-        with pytest.raises(PlanError, match="0 or above"):
-            llm.set_magnitude(magnitude)
-    for step in ("a", -1):
-        with pytest.raises(ShaketableError, match="whole number"):
-            llm.set_step(step)
+    with pytest.raises(PlanError, match="0 or above"):
+        llm.set_magnitude(-1.0)
+    with pytest.raises(ShaketableError, match="whole number"):
+        llm.set_step(-1)
     with pytest.raises(AttributeError, match="valid: set_plan"):
         llm.sampler.set_plans("x")
 

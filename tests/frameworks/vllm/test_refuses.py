@@ -65,32 +65,6 @@ def test_a_broken_plugin_does_not_disturb_a_program_without_instructions(broken,
     assert [ids for ids, _ in answers(tmp_path / "answers.json")] == [ids for ids, _ in oracle.answer(PROMPTS)]
 
 
-def test_a_vllm_that_is_not_the_one_we_know_stops_a_program_with_instructions(tmp_path):
-    """Its engine has another method than the one that we put the reset of its cache around."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.abc, importlib.util, sys\n"
-        "class Other(importlib.abc.MetaPathFinder):\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name != 'vllm.v1.engine.core':\n"
-        "            return None\n"
-        "        sys.meta_path.remove(self)\n"
-        "        spec = importlib.util.find_spec(name)\n"
-        "        run = spec.loader.exec_module\n"
-        "        def run_and_rename(module):\n"
-        "            run(module)\n"
-        "            module.EngineCore.call_all = module.EngineCore.collective_rpc\n"
-        "            del module.EngineCore.collective_rpc\n"
-        "        spec.loader.exec_module = run_and_rename\n"
-        "        return spec\n"
-        "sys.meta_path.insert(0, Other())\n"
-    )
-    result = offline(PYTHONPATH=str(tmp_path), SHAKETABLE_PLAN=PLAN)
-    assert result.returncode == 2
-    assert "shaketable cannot inject faults into this vLLM: " in printed(result)
-    assert "has no vllm.v1.engine.core.EngineCore.collective_rpc" in printed(result)
-    assert "answers" not in result.stdout
-
-
 def test_vllm_without_plugins_is_reached_by_run(tmp_path):
     result = shaken(PLAN, tmp_path / "ledger", *PROGRAM, VLLM_PLUGINS="")
     assert result.returncode == 0, printed(result)[-3000:]

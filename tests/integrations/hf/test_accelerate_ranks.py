@@ -68,16 +68,3 @@ def test_one_rank_that_is_never_hit_stops_all_after_the_first_step(launched):
     error, steps = first["early"]
     assert steps == 1
     assert error.startswith("rank 1: ") and "never fired" in error and "rank 0" not in error
-
-
-def test_a_script_that_never_heard_of_us(tmp_path):
-    plan = "relative_gaussian:0.1,sparsity=0.25@module.down_proj,layers=1"
-    shake = [BESIDE / "shaketable", "run", "--plan", plan, "--ledger", tmp_path / "l", "--"]
-    run(*shake, *LAUNCH, PROGRAMS / "accelerated_plainly.py", tmp_path)
-    told = [(tmp_path / f"lanes-{rank}").read_text().rsplit(" ", 1) for rank in range(2)]
-    assert told[0][0] == told[1][0] and len(json.loads(told[0][0])) == 8
-    assert told[0][1] != told[1][1]
-    found = json.loads((tmp_path / "l" / "ledger.json").read_text())
-    shaken = [worker for worker in found["workers"] if worker["forward"]]
-    assert sorted(worker["rank"] for worker in shaken) == [0, 1]
-    assert found["forward"] == sum(worker["forward"] for worker in shaken) == 6

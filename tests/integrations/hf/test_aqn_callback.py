@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import shaketable as st
-from shaketable.errors import ShaketableError
 from shaketable.integrations.trl import ShaketableCallback
 from tests.integrations.hf.small_trainers import grpo, llama, sft
 
@@ -75,8 +74,3 @@ def test_a_trainer_that_never_samples_is_an_error(tmp_path):
     with pytest.raises(st.InertError, match="no rollout"):
         sft(tmp_path, model, ShaketableCallback(aqn="constant:0.1")).train()
     assert "_shaketable_weights" not in model.model.norm.__dict__
-
-
-def test_a_schedule_too_short_for_the_run_is_refused_before_the_first_step(tmp_path):
-    with pytest.raises(ShaketableError, match="σ is 0 at each of 1 steps"):
-        grpo(tmp_path, llama(), ShaketableCallback(aqn="global_decay:0.2-0.02"), max_steps=1).train()

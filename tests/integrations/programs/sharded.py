@@ -24,13 +24,10 @@ PLANS = {
     "weights": "relative_gaussian:0.05@module.linear,point=weight",
     "norms": "absolute_gaussian:0.05@module.rmsnorm,point=weight",
     "mxfp4": "mxfp4@module.linear,point=weight+input",
-    "clipped": "saturation:0.5,scope=tensor@module.linear,point=weight",
-    "lanes": "gain:1,sparsity=0.25@module.down_proj,point=weight",
     "layer": "dead_zone:0.01,scope=token@layer.1",
     "operators": "relative_gaussian:0.05@op.matmul",
-    "rmsnorm operator": "relative_gaussian:0.05@op.rms_norm",
 }
-LEAVES = (PLANS["weights"], PLANS["norms"], PLANS["rmsnorm operator"])
+LEAVES = (PLANS["weights"], PLANS["norms"])
 """Also tried on leaves that are sharded one by one."""
 IDS = torch.arange(24).reshape(2, 12) % 64
 
@@ -231,15 +228,6 @@ def keyed():
     return {"lanes": changed.nonzero().flatten().tolist(), "noise": float((seen[0] - weight).abs().sum())}
 
 
-def named():
-    """How many modules the name of a class finds, when they are whole and when they are sharded."""
-    counts = []
-    for shard in (not_at_all, by_leaf):
-        with st.inject(shard(llama()), "gain:1@module.LlamaDecoderLayer", allow_inert=True) as ledger:
-            counts.append(ledger.sites[0].matched)
-    return counts
-
-
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -250,7 +238,6 @@ found |= {
     "aqn": aqn(),
     "compiled": compiled(),
     "refused": refused(),
-    "named": named(),
     "keyed": keyed(),
 }
 Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))

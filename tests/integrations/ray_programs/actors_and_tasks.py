@@ -1,4 +1,4 @@
-"""A Ray program that never heard of Shaketable: actors that die, are nested, idle or broken; tasks, one of which is tried again.
+"""A Ray program that never heard of Shaketable: actors that die, are nested or idle; tasks, one of which is tried again.
 
     actors_and_tasks.py ADDRESS FOLDER
 
@@ -80,14 +80,6 @@ class Idle:
         return 1
 
 
-@ray.remote
-class Broken:
-    def __init__(self) -> None:
-        raise ZeroDivisionError("for its own reasons")
-
-    def sample(self) -> None: ...
-
-
 def users_own_hook() -> None:
     os.environ["HOOKED"] = "yes"
 
@@ -103,9 +95,5 @@ seen["lives"] = ray.get(second.die.remote())
 seen["nested"] = ray.get(first.nested.remote())
 own, idle = OwnPath.remote(), Idle.options(name="resting").remote()
 seen["own"], _ = ray.get([own.sample.remote(), idle.rest.remote()])
-try:
-    ray.get(Broken.remote().sample.remote())
-except ray.exceptions.RayActorError as error:
-    seen["broken"] = str(error)
 seen["last"] = ray.get(task.remote(1))
 print(json.dumps(seen))

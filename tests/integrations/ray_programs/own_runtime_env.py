@@ -1,6 +1,6 @@
 """A Ray program that asks for the plan itself.
 
-own_runtime_env.py ADDRESS LEDGER PLAN tasks|ship|unseen
+own_runtime_env.py ADDRESS LEDGER PLAN tasks|unseen
 """
 
 import json
@@ -37,7 +37,7 @@ class Sampler:
 
 
 options = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100_000_000} if ADDRESS == "local" else {}
-env = runtime_env(PLAN, seed=3, ledger=LEDGER, base={"env_vars": {"MINE": "1"}}, ship=KIND == "ship")
+env = runtime_env(PLAN, seed=3, ledger=LEDGER, base={"env_vars": {"MINE": "1"}})
 if KIND == "unseen":
     next(Path(LEDGER).glob("*.mark")).unlink()
 ray.init(address=ADDRESS, logging_level="ERROR", log_to_driver=False, runtime_env=env, **options)

@@ -10,14 +10,23 @@ from typer.testing import CliRunner
 
 import shaketable as st
 from shaketable.cli import app
-from shaketable.integrations.origin_configs.command_line import accepted, answer
+from shaketable.integrations.origin_configs.command_line import answer
 from shaketable.integrations.verl.settings import shaking_of
 from shaketable.models import load_model
-from tests.integrations.origin_configs.test_documents import overridden, verl_config
 from tests.project.test_verl_recipes import recipe
 
 MODEL_A = "--deadzone_enabled true --deadzone_layer 3 --deadzone_threshold 0.01 --aqn_enabled true --aqn_target_layers 3 --aqn_sigma 0.05"
 STEPS = 20
+
+
+def verl_config(tmp_path):
+    sampler = {"name": "vllm", "enforce_eager": True, "calculate_log_probs": True, "engine_kwargs": {"vllm": {}}}
+    trainer = {"use_v1": True, "v1": {"trainer_mode": "sync"}, "default_local_dir": str(tmp_path), "total_epochs": 2}
+    return {
+        "trainer": trainer | {"device": "cuda"},
+        "actor_rollout_ref": {"rollout": sampler, "actor": {"strategy": "fsdp2"}},
+        "algorithm": {"rollout_correction": {"bypass_mode": False}},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +70,8 @@ def in_worker(model, tmp_path, role, overrides):
 def printed(command):
     """The keys that a printed command gives verl."""
     words = shlex.split(answer(["python", *command], {}).partition("here: ")[2])
-    found = overridden(accepted([word.lstrip("+") for word in words if re.match(r"\+*(aqn|deadzone)\.", word)])[0])
+    keys = (word.lstrip("+").partition("=") for word in words if re.match(r"\+*(aqn|deadzone)\.", word))
+    found = {key: yaml.safe_load(value) for key, _, value in keys}
     names = {"PLAN": "shaketable.plan", "AQN": "shaketable.aqn"}
     return found | {names[k]: v for k, _, v in (word.partition("=") for word in words) if k in names}
 

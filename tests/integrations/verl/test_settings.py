@@ -113,14 +113,6 @@ def test_each_role_has_the_clauses_that_act_in_it(tmp_path):
     )
 
 
-def test_aqn_is_the_samplers_and_of_actors_when_it_says_so(tmp_path):
-    made = shaking(tmp_path, aqn=EPOCHS, seed=3)
-    assert made.instructions("actor", 4) is None
-    assert made.instructions("sampler", 4).aqn == f"{EPOCHS},seed=3"
-    both = shaking(tmp_path, aqn="constant:0.01,form=output,where=both")
-    assert both.instructions("actor", 4).aqn == both.instructions("sampler", 4).aqn
-
-
 def test_a_schedule_by_epochs_follows_the_epochs_of_the_data(tmp_path):
     made = shaking(tmp_path, aqn=EPOCHS)
     assert made.total_steps(58, 29, epochs=2) == 58
@@ -273,11 +265,6 @@ def test_what_cannot_be_honoured_is_an_error_of_one_line(tmp_path, changes, mess
     assert str(error.value).startswith(message)
 
 
-def test_two_ways_of_ordering_are_an_error(tmp_path):
-    with pytest.raises(ShaketableError, match="the environment instructions"):
-        shaking(tmp_path, {"SHAKETABLE_PLAN": NOISE}, plan=NOISE)
-
-
 def test_what_the_driver_read_is_what_the_trainer_does(tmp_path):
     """The trainer runs in another process: without the variables that the driver saw, and in another folder."""
     environ = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.05", "VERL_NOISY_OPS_TYPE": "relative_gaussian"}
@@ -364,13 +351,6 @@ def test_checkpoints_of_another_plan_or_aqn_are_not_resumed(tmp_path, other):
         begin(tmp_path / "new", trainer=path, **other)
 
 
-def test_checkpoints_of_a_run_without_a_plan_are_not_resumed_under_one(tmp_path):
-    begin(tmp_path)
-    (tmp_path / "global_step_20").mkdir()
-    with pytest.raises(ShaketableError, match="made under no plan, and this run has plan"):
-        begin(tmp_path, shaketable={"plan": NOISE})
-
-
 # ---- sizes
 
 
@@ -391,13 +371,6 @@ def test_noise_that_bfloat16_rounds_away_is_refused_with_both_cures(tmp_path, pl
     full = config(tmp_path, rollout={"dtype": "float32"}, shaketable={"plan": plan})
     full["actor_rollout_ref"]["actor"]["fsdp_config"] = {"mixed_precision": {"param_dtype": "fp32"}}
     assert shaking_of(full, {}) is not None
-
-
-@pytest.mark.parametrize(
-    "plan", ["relative_gaussian:1e-3@op.matmul", "relative_gaussian:1e-4@op.all", "relative_gaussian:1e-4@layer.3"]
-)
-def test_noise_that_may_act_is_left_to_the_proof(tmp_path, plan):
-    assert shaking(tmp_path, plan=plan) is not None
 
 
 # ---- names

@@ -127,22 +127,6 @@ def test_a_worker_that_never_reported_stops_the_run(tmp_path):
         workers.read(1)
 
 
-def test_a_worker_that_does_not_answer_stops_the_run(tmp_path):
-    """What it said before is what was, not what is."""
-    workers = VerlWorkers(tmp_path, {"sampler": ORDERS}, size=2, patience=0)
-    for rank in range(2):
-        Worker(tmp_path, rank=rank).file.flush(1 - rank)
-    with pytest.raises(ShaketableError, match=r"sampler 1 \(pid \d+\) did not report when asked"):
-        workers.read(1)
-
-
-def test_reports_may_be_late(tmp_path, monkeypatch):
-    workers = VerlWorkers(tmp_path, {"sampler": ORDERS}, size=1, patience=60)
-    monkeypatch.setattr("time.sleep", lambda _: Worker(tmp_path).file.flush(1))
-    workers.read(1)
-    assert len(workers.now["sampler"]) == 1
-
-
 @pytest.mark.parametrize(("number", "fails"), [(errno.ENOENT, False), (errno.ESTALE, False), (errno.EACCES, True)])
 def test_a_file_that_is_being_replaced_is_read_again(tmp_path, monkeypatch, number, fails):
     Worker(tmp_path)
@@ -211,18 +195,6 @@ def test_who_goes_silent_in_a_later_step_stops_the_run(tmp_path, role, what):
         run.step()
 
 
-def test_one_clause_that_goes_silent_stops_the_run(tmp_path):
-    run = Run(
-        tmp_path, {"sampler": Instructions(plan="gain:0.1@module.linear,phase=rollout;gain:0.2@module.rmsnorm,phase=rollout")}
-    )
-    run.workers[0].work()
-    run.step()
-    run.workers[0].model[0] = nn.Identity()
-    run.workers[0].work()
-    with pytest.raises(InertError, match=r"has gain:0.2@module.rmsnorm,phase=rollout on and fired nowhere"):
-        run.step()
-
-
 def test_aqn_is_due_where_sigma_is_above_0(tmp_path):
     """The first third of this schedule is silent."""
     run = Run(tmp_path, {"sampler": Instructions(aqn="global_decay:0.2-0.1,stages=3", total_steps=3)})
@@ -246,14 +218,6 @@ def test_a_backward_is_due_when_there_was_an_update(tmp_path):
     assert run.step("forward", "backward")["shaketable/actor/backward"] > 0
 
 
-@pytest.mark.parametrize("plan", ["gain:0@module.linear,phase=rollout", "gain:0.1@module.linear,phase=eval"])
-def test_what_could_not_act_is_not_asked_for(tmp_path, plan):
-    run = Run(tmp_path, {"sampler": Instructions(plan=plan)})
-    run.workers[0].work()
-    run.step()
-    run.finish()
-
-
 @pytest.mark.parametrize("role", ["sampler", "actor"])
 @pytest.mark.parametrize(
     "plan", ["dead_zone:1e-30,scope=token@module.linear", "gain:0.1@module.rmsnorm;saturation:2@module.linear"]
@@ -266,26 +230,6 @@ def test_a_clause_that_changed_nothing_is_an_error_after_the_step(tmp_path, role
         InertError, match=rf"{role}s: {plan.split(';')[-1].split(':')[0]}.* fired 80 times and changed no value"
     ):
         run.step()
-
-
-def test_aqn_that_rounding_swallows_is_an_error_after_the_step_if_sigma_never_changes(tmp_path):
-    for aqn, fails in (("constant:1e-12", True), ("epoch_aware:1e-12-1e-13", False)):
-        run = Run(tmp_path / aqn[:8], {"sampler": Instructions(aqn=aqn, total_steps=3)})
-        run.workers[0].work(100)
-        if fails:
-            with pytest.raises(InertError, match="fired 100 times and changed no value"):
-                run.step()
-        else:
-            run.step()
-
-
-@pytest.mark.parametrize("plan", ["bit_flip:1e-7@module.linear", "saturation:60000,scope=absolute@module.linear"])
-def test_a_clause_that_may_still_change_something_is_judged_at_the_end(tmp_path, plan):
-    run = Run(tmp_path, {"sampler": Instructions(plan=f"{plan},phase=rollout")})
-    run.workers[0].work(40)
-    run.step()
-    with pytest.raises(InertError, match=r"samplers: .* changed no value"):
-        run.finish()
 
 
 def test_an_error_is_that_of_the_step(tmp_path):
