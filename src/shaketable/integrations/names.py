@@ -25,7 +25,7 @@ CLASSES: dict[str, dict[str, str]] = {
         "_init_resource_pool_mgr": "worker classes are chosen",
         "on_init_end": "workers get instructions",
         "on_step_begin": "step and σ",
-        "step": "KL, gap",
+        "step": "KL",
         "_consume_sync_metrics": _STEP,
         "_validate": "validations are clean, or say that they are not",
         "on_validate_end": "faults are on again",

@@ -30,11 +30,10 @@ def found(step):
     return {key.removeprefix(OURS): value for key, value in step.items() if key.startswith(OURS)}
 
 
-def test_gap_and_weights_go_to_the_logger_of_verl(run):
+def test_what_was_compared_goes_to_the_logger_of_verl(run):
     first, second, third = (found(step) for step in run.steps[-3:])
     assert second == {}, "every second step"
     for row in (first, third):
-        assert 0 <= row["gap"] < 1e-4 and row["k3"] < 1e-6 and row["outside"] == 0
         assert row["weights_differing"] == row["weights_cast"] == row["weights_unknown"] == 0
 
 

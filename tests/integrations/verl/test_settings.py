@@ -223,7 +223,6 @@ def test_samplers_are_held_against_actors_in_a_training_that_nobody_shakes(tmp_p
         ({}, {"strategy": "fsdp"}, "needs actor_rollout_ref.actor.strategy=fsdp2"),
         ({}, {"rollout": {"tensor_model_parallel_size": 2}}, "rollout.tensor_model_parallel_size=1"),
         ({}, {"rollout": engine(worker_extension_cls="a.B")}, "needs no .*worker_extension_cls"),
-        ({}, {"algorithm": {"rollout_correction": {"bypass_mode": True}}}, "bypass_mode=False"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_by_the_driver(tmp_path, keys, changes, message):

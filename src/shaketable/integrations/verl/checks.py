@@ -91,11 +91,9 @@ def check_mismatch(config: Mapping[str, Any]) -> None:
     _check_mode(config["trainer"])
     model, rollout = config["actor_rollout_ref"], config["actor_rollout_ref"]["rollout"]
     _check_engine(rollout)
-    correction = (config.get("algorithm") or {}).get("rollout_correction") or {}
     needed = {
         FSDP2: model["actor"]["strategy"] == "fsdp2",
         "actor_rollout_ref.model.lora_rank=0": not _has_adapters(model),
-        "algorithm.rollout_correction.bypass_mode=False": not correction.get("bypass_mode"),
         f"no {VLLM}.worker_extension_cls": vllm_options(rollout).get("worker_extension_cls") is None,
     }
     for size in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):

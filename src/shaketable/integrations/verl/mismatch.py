@@ -1,9 +1,8 @@
-"""Samplers compared with actors, every so many steps of a verl training: `+shaketable.mismatch.every=50`.
+"""Weights of samplers compared with those of actors, every so many steps of a verl training: `+shaketable.mismatch.every=50`.
 
-    a step            the samplers' log-probabilities against the actors' own, of every completion: the gap
-    after its sync    samplers have the new weights and are awake: weights against weights, by digests
-
-What is found goes to verl's loggers under `shaketable/mismatch/`, and as a line to `mismatch.jsonl` in the run's folder.
+A check comes after a step's sync, when samplers have the new weights and are awake. What is found goes to verl's loggers under
+`shaketable/mismatch/`, and as a line to `mismatch.jsonl` in the run's folder. verl itself logs how far the log-probabilities of
+the two sides are apart (`rollout_corr/k3_kl`, `training/rollout_probs_diff_mean`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 
 import ray
 import torch
-import transfer_queue  # type: ignore[import-not-found]
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -27,7 +25,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from shaketable.errors import ShaketableError
-from shaketable.integrations.common.mismatch import DigestComparison, gap, named, refuse_stale, weight_counts
+from shaketable.integrations.common.mismatch import DigestComparison, named, refuse_stale, weight_counts
 from shaketable.integrations.names import check
 from shaketable.integrations.verl.settings import OBSERVER, ORDERS, Shaking
 from shaketable.integrations.verl.trainer import use_worker
@@ -36,7 +34,6 @@ from shaketable.mismatch.results import Weights, as_json
 
 check("verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync")
 LINES = "mismatch.jsonl"
-FIELDS = ["response_mask", "rollout_log_probs", "old_log_probs"]
 WRAPPER = "_checkpoint_wrapped_module."
 """In the names of modules that are recomputed in backward; samplers do not know it."""
 
@@ -59,24 +56,12 @@ class MeasuringTrainer(PPOTrainerSync):  # type: ignore[misc]
         with open_dict(rollout):
             kwargs = OmegaConf.to_container(rollout.engine_kwargs).get("vllm") or {}
             rollout.engine_kwargs["vllm"] = kwargs | {"worker_extension_cls": OBSERVER}
-            rollout.calculate_log_probs = True
         use_worker(self.role_worker_mapping, MeasuredWorker, "shaketable.mismatch needs")
-
-    @property
-    def _is_due(self) -> bool:
-        return bool((self.global_steps - 1) % self.asked.every == 0)
-
-    def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
-        """Rollouts and updates, and how far the two sides' log-probabilities were apart."""
-        batch = super().step(metrics, timing_raw)
-        if self._is_due:
-            metrics |= named(_gap(batch))
-        return batch
 
     def _consume_sync_metrics(self) -> dict[str, Any]:
         """verl asks for metrics when the step is done, and the samplers have its weights and are awake."""
         found: dict[str, Any] = super()._consume_sync_metrics()
-        if not self._is_due:
+        if (self.global_steps - 1) % self.asked.every:
             return found
         answers = self.actor_rollout_wg.compare_with_samplers(self._digests())
         weights: Weights = next(answer for answer in answers if answer is not None)
@@ -94,14 +79,6 @@ class MeasuringTrainer(PPOTrainerSync):  # type: ignore[misc]
         servers = zip(self.llm_server_manager.server_handles, files, strict=True)
         ray.get([server.collective_rpc.remote("write_digests", args=(str(file),)) for server, file in servers])
         return [_read(file) for file in files]
-
-
-def _gap(batch: Any) -> dict[str, float]:
-    keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
-    data = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=FIELDS)
-    rows = list(zip(*(data[name].unbind() for name in FIELDS), strict=True))
-    sampled, read = ([row[at][row[0].bool()].tolist() for row in rows] for at in (1, 2))
-    return gap(sampled, read)
 
 
 def _read(file: Path) -> dict[str, Any]:

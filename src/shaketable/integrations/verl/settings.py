@@ -68,7 +68,7 @@ class ShaketableKeys(BaseModel):
     validate_: Validate | None = Field(default=None, alias="validate")
     """Validations without faults, under the plan, or both ways; when left out, under it where a clause names `eval`."""
     mismatch: MismatchKeys | None = None
-    """Compare samplers with actors every so many steps; without plan and aqn, which would be measured too."""
+    """Compare the weights of samplers and actors every so many steps; without plan and aqn."""
     ledger: str | None = None
     """A folder for this run's ledgers."""
 
