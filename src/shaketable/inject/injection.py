@@ -32,7 +32,7 @@ from shaketable.inject.operators import OperatorTaps
 from shaketable.inject.passes import Calls, Entry, Frame, Pass
 from shaketable.inject.weights import HeldTap, Rollouts
 from shaketable.ledger.ledger import Ledger, LiveLedger, Spot
-from shaketable.plan import PHASES, Clause, Plan
+from shaketable.plan import PHASES, Plan
 from shaketable.sites.phases import current_phase
 
 
@@ -496,38 +496,3 @@ class Injection:
 
 _NO_MODULE = nn.Identity()
 """Stands for the module of a compiled graph that is no module of a model."""
-
-
-# ---- another plan at the same sites
-
-
-def has_same_sites(plan: Plan, other: Plan) -> bool:
-    """Whether two plans hit the same places, clause by clause, in whichever phases."""
-
-    def place(clause: Clause) -> object:
-        return clause.site.model_copy(update={"phase": (), "point": ()}), clause.points
-
-    return [*map(place, plan.clauses)] == [*map(place, other.clauses)]
-
-
-def exchange(injection: Injection, plan: Plan, rank: int) -> None:
-    """Put a plan with the same sites in place of the present one. The injection is off afterwards.
-
-    Hooks, taps and compiled graphs stay: a graph asks its taps what to do when it runs, so fault, magnitude, phase and seed
-    may change. The old counts stay in the ledger of the old plan. On a GPU captured kernels are those of one fault, and only
-    magnitudes can change.
-    """
-    assert has_same_sites(plan, injection.plan)
-    assert not injection.tables.all
-    injection.disable()
-    injection.settle()
-    injection.ledger.settle = injection.ledger.forget = None
-    injection.rank = rank
-    injection._use(plan)
-    for tap in injection.taps:
-        spot = Spot(tap.spot.name, tap.spot.layer)
-        tap.begin(injection.sites[tap.clause].spots.setdefault(spot.name, spot))
-        injection.counters.add_tap()
-    for attached in injection.models:
-        attached.note_hidden()
-    injection.calls.set_step(injection.calls.step)

@@ -53,13 +53,10 @@ class Colocated:
         self.phase = "rollout"
 
     def _claim(self) -> None:
-        """One plan and one AQN at a time: a second would silently replace the first."""
-        held = self._llm.__dict__.setdefault("_shaketable_held", {})
-        for what in ("plan", "aqn"):
-            if getattr(self, what) is not None and held.setdefault(what, self) is not self:
-                raise PlanError(
-                    f"another callback has its {what} on this vLLM; give both to one callback (clauses joined by ;)"
-                )
+        """One callback at a time: a second one's plan would silently replace the first's."""
+        if getattr(self._llm, "_shaketable_held", False):
+            raise PlanError("another callback has its plan or AQN on this vLLM; give both to one callback")
+        self._llm._shaketable_held = True
 
     @property
     def step(self) -> int:
@@ -96,9 +93,7 @@ class Colocated:
         """Make vLLM's weights and rollouts clean again; what was counted stays."""
         if self._reports is None:
             self._reports = self._engine.ledger()
-            held = self._llm.__dict__["_shaketable_held"]
-            for what in [what for what, holder in held.items() if holder is self]:
-                del held[what]
+            self._llm._shaketable_held = False
             self._engine.clear()
 
 

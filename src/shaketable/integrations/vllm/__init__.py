@@ -40,7 +40,6 @@ PATCHED = {
     "vllm.v1.engine.core": ("EngineCore", "collective_rpc", "shaketable.integrations.vllm.reset_cache_and_call"),
 }
 """By module: a class of vLLM, its method, and what of ours is put around that."""
-_CONFIRMED = "cache_was_reset"
 _SLOT = "_shaketable"
 
 
@@ -132,45 +131,30 @@ def reset_cache_and_call(
         from shaketable.errors import ShaketableError
 
         raise ShaketableError(f"{method} while requests are running: what they have cached would be of another model")
-    return call(core, method, timeout, args, {**(kwargs or {}), _CONFIRMED: True})
+    return call(core, method, timeout, args, {**(kwargs or {}), "cache_was_reset": True})
+
+
+def _call(name: str) -> Callable[..., Any]:
+    def call(worker: Any, *args: Any, cache_was_reset: bool = False, **kwargs: Any) -> Any:
+        return getattr(_shaker(worker, cache_was_reset or name not in CHANGES), name)(*args, **kwargs)
+
+    return call
 
 
 class Extension:
-    """Calls that a worker answers over `collective_rpc`. Subclass it together with a framework's own extension."""
+    """Calls that a worker answers over `collective_rpc`: the methods of these names of `Shaker`.
 
-    def set_plan(self, plan: str, seed: int = 0, rank: int | None = None, *, cache_was_reset: bool = False) -> None:
-        """Put a plan in place of the one there is; compiled models take only a plan with the same sites."""
-        _shaker(self, cache_was_reset).set_plan(plan, seed, rank)
+    Subclass it together with a framework's own extension.
+    """
 
-    def set_magnitude(self, magnitude: float, clause: int | None = None, *, cache_was_reset: bool = False) -> None:
-        """Change the magnitude of one clause, or of all."""
-        _shaker(self, cache_was_reset).set_magnitude(magnitude, clause)
-
-    def set_aqn(
-        self, aqn: str, total_steps: int, step: int = 0, rank: int | None = None, *, cache_was_reset: bool = False
-    ) -> None:
-        """Put AQN on the model; `set_step` moves along its schedule."""
-        _shaker(self, cache_was_reset).set_aqn(aqn, total_steps, step, rank)
-
-    def set_sigma(self, sigma: float | None, *, cache_was_reset: bool = False) -> None:
-        """Put a σ in place of the schedule's (0 is off); None gives the schedule back."""
-        _shaker(self, cache_was_reset).set_sigma(sigma)
-
-    def set_step(self, step: int, *, cache_was_reset: bool = False) -> None:
-        """Begin a training step: it keys the noise, and σ follows."""
-        _shaker(self, cache_was_reset).set_step(step)
-
-    def set_phase(self, phase: str, *, cache_was_reset: bool = False) -> None:
-        """rollout, or eval for a validation: AQN is off in it, and of the plan what does not name it."""
-        _shaker(self, cache_was_reset).set_phase(phase)
-
-    def clear(self, *, cache_was_reset: bool = False) -> None:
-        """Take plan and AQN off the model; its weights are the clean ones, bit for bit."""
-        _shaker(self, cache_was_reset).clear()
-
-    def ledger(self) -> dict[str, Any]:
-        """The report of this worker: the ledgers of plan and AQN, its instructions' digest, σ per layer, step and phase."""
-        return _shaker(self, True).report()
+    set_plan = _call("set_plan")
+    set_magnitude = _call("set_magnitude")
+    set_aqn = _call("set_aqn")
+    set_sigma = _call("set_sigma")
+    set_step = _call("set_step")
+    set_phase = _call("set_phase")
+    clear = _call("clear")
+    ledger = _call("ledger")
 
 
 CALLS = (*CHANGES, "ledger")

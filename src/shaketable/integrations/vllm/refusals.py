@@ -17,7 +17,7 @@ from typing import Any
 
 from shaketable.aqn.spec import AQN
 from shaketable.errors import PlanError, ShaketableError
-from shaketable.inject.injection import Injection, has_same_sites
+from shaketable.inject.injection import Injection
 from shaketable.integrations.common.instructions import VARIABLES, Instructions
 from shaketable.integrations.vllm import EXTENSION
 from shaketable.launch.process import active
@@ -164,24 +164,16 @@ def refuse_adapted(injection: Injection) -> None:
         )
 
 
-def refuse_other_sites(plan: Plan, compiled: Injection | None, rank: int) -> None:
-    """In a compiled model the taps are where they are: what they do can change, and on a GPU only its magnitude."""
+def refuse_other_taps(plan: Plan, compiled: Injection | None, rank: int) -> Injection:
+    """The plan that a model was compiled with, of which only magnitudes can change; refuses any other."""
     instead = "start vLLM with the plan (shaketable.integrations.vllm.options), or with enforce_eager=True"
     if compiled is None:
         raise PlanError(f"{plan.text()}: this vLLM model was compiled without taps; {instead}")
-    if not has_same_sites(plan, compiled.plan):
-        taps = "; ".join(clause.site.text() for clause in compiled.plan.clauses)
-        raise PlanError(f"{plan.text()}: this vLLM model is compiled, with taps for other sites ({taps}); {instead}")
-    if is_for_one_fault(compiled) and _shape(plan, rank) != _shape(compiled.plan, compiled.rank):
+    if _shape(plan, rank) != _shape(compiled.plan, compiled.rank):
         raise PlanError(
-            f"{plan.text()}: this vLLM model is compiled on a GPU, where the fault is part of the graph: of "
-            f"{compiled.plan.text()} only magnitudes can change; {instead}"
+            f"{plan.text()}: this vLLM model is compiled, and of {compiled.plan.text()} only magnitudes can change; {instead}"
         )
-
-
-def is_for_one_fault(compiled: Injection) -> bool:
-    """Whether what was compiled can do no other fault than the one it was compiled with."""
-    return bool(compiled.tables.all)
+    return compiled
 
 
 def _shape(plan: Plan, rank: int) -> object:

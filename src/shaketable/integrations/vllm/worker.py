@@ -31,19 +31,18 @@ from shaketable.aqn.spec import AQN
 from shaketable.errors import InertError, PlanError, ShaketableError, nearest
 from shaketable.faults import MagnitudeFault
 from shaketable.inject import op
-from shaketable.inject.injection import Injection, exchange
+from shaketable.inject.injection import Injection
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import WorkerReport
 from shaketable.integrations.common.wrapping import wrap_once
 from shaketable.integrations.names import check_object
 from shaketable.integrations.vllm.refusals import (
-    is_for_one_fault,
     is_written,
     read_instructions,
     refuse_adapted,
     refuse_captured,
     refuse_idle,
-    refuse_other_sites,
+    refuse_other_taps,
     refuse_standstill,
     refusing,
     tell,
@@ -173,7 +172,7 @@ class Shaker:
             if self.plan is not None:
                 file.engines.append((type(self.model).__name__, self.plan, self.plan.ledger))
         if instructions.ledger is not None:
-            self.file = WorkerReport(Path(instructions.ledger), "sampler", self.report)
+            self.file = WorkerReport(Path(instructions.ledger), "sampler", self.ledger)
 
     def _attach_plan(self, plan: Plan) -> None:
         """Put a plan in place of the one there is, which stays when this one does not fit."""
@@ -299,41 +298,36 @@ class Shaker:
 
     # ---- what can be asked for
 
-    def set_plan(self, text: str, seed: int, rank: int | None = None) -> None:
-        """Another plan."""
+    def set_plan(self, plan: str, seed: int = 0, rank: int | None = None) -> None:
+        """Put a plan in place of the one there is; a compiled model takes its own with other magnitudes."""
         self.told_rank = self.told_rank if rank is None else rank
-        plan = Plan.load(text, seed=seed)
-        refuse_idle(plan)
+        new = Plan.load(plan, seed=seed)
+        refuse_idle(new)
         if self.instructions is not None and active() is not None:
             raise PlanError(
                 "`shaketable run` has given this vLLM its plan, and its ledger is of one plan; use options(plan=…) instead"
             )
         self.watch_new_weights()
-        if self.is_compiled and not all(is_written(clause) for clause in plan.clauses):
-            refuse_other_sites(plan, self.compiled, self.rank)
+        if self.is_compiled and not all(is_written(clause) for clause in new.clauses):
+            compiled = refuse_other_taps(new, self.compiled, self.rank)
             self.go_live()
-            self._put_into_graph(plan)
+            self._put_into_graph(new, compiled)
         else:
             self.go_live()
-            self._attach_plan(plan)
+            self._attach_plan(new)
 
-    def _put_into_graph(self, plan: Plan) -> None:
-        """Make a plan with the sites of the compiled one act at its taps."""
-        assert self.compiled is not None
-        if self.plan is not None and self.plan is not self.compiled:
+    def _put_into_graph(self, plan: Plan, compiled: Injection) -> None:
+        """Give the compiled plan the magnitudes of this one."""
+        if self.plan is not None and self.plan is not compiled:
             self._retire(self.plan)
-        self.plan = self.newest["plan"] = self.compiled
-        if is_for_one_fault(self.compiled):
-            for i, clause in enumerate(plan.clauses):
-                if (asked := clause.fault.asked()) is not None:
-                    self.compiled.set_magnitude(asked, i)
-        else:
-            exchange(self.compiled, plan, self.rank)
-            self._begin_proof(self.compiled)
-        self.compiled.enable()
+        self.plan = self.newest["plan"] = compiled
+        for i, clause in enumerate(plan.clauses):
+            if (asked := clause.fault.asked()) is not None:
+                compiled.set_magnitude(asked, i)
+        compiled.enable()
 
-    def set_magnitude(self, magnitude: float, clause: int | None) -> None:
-        """Another magnitude."""
+    def set_magnitude(self, magnitude: float, clause: int | None = None) -> None:
+        """Change the magnitude of one clause, or of all."""
         if not 0 <= magnitude < math.inf:
             raise PlanError(f"a magnitude is 0 or above, not {magnitude}")
         plan = self._planned()
@@ -342,19 +336,19 @@ class Shaker:
             raise PlanError(f"{plan.plan.text()}: there is {which} with a magnitude")
         plan.set_magnitude(magnitude, clause)
 
-    def set_aqn(self, text: str, total_steps: int, step: int, rank: int | None = None) -> None:
-        """AQN, or another one."""
+    def set_aqn(self, aqn: str, total_steps: int, step: int = 0, rank: int | None = None) -> None:
+        """Put AQN on the model; `set_step` moves along its schedule."""
         self.told_rank = self.told_rank if rank is None else rank
-        aqn = AQN.load(text)
-        if self.is_compiled and aqn.form == "output":
+        new = AQN.load(aqn)
+        if self.is_compiled and new.form == "output":
             raise PlanError("this vLLM model is compiled: AQN on outputs must be given when vLLM starts, or use form=weight")
         self.watch_new_weights()
         self.go_live()
-        self._attach_aqn(aqn, total_steps, step)
+        self._attach_aqn(new, total_steps, step)
         self.set_step(step)
 
     def set_sigma(self, sigma: float | None) -> None:
-        """Another σ; without AQN, one that is constant and relative."""
+        """Put a σ in place of the schedule's (0 is off), also without AQN; None gives the schedule back."""
         if self.aqn is None and sigma is not None:
             self.set_aqn(f"constant:{sigma!r}", 1, self.step)
         if self.aqn is None:
@@ -365,7 +359,7 @@ class Shaker:
         self.aqn.enable()
 
     def set_step(self, step: int) -> None:
-        """Another step."""
+        """Begin a training step: it keys the noise, and σ follows."""
         if not isinstance(step, int) or step < 0:
             raise ShaketableError(f"a step is a whole number of 0 or above, not {step!r}")
         self.step, self.is_stepped = step, True
@@ -375,7 +369,7 @@ class Shaker:
             self.aqn.step = step
 
     def set_phase(self, phase: str) -> None:
-        """rollout or eval."""
+        """rollout, or eval for a validation: AQN is off in it, and of the plan what does not name it."""
         if phase not in PHASES:
             raise PlanError(f"unknown phase {phase!r}; {nearest(phase, PHASES)}")
         for injection in self.injections:
@@ -398,7 +392,7 @@ class Shaker:
                 injection.rewrite()
 
     def clear(self) -> None:
-        """Nothing acts any more. What is compiled keeps its taps, which do nothing."""
+        """Take plan and AQN off; the weights are the clean ones, bit for bit. Compiled taps stay, and do nothing."""
         self.is_live = True
         for injection in self.injections:
             self._retire(injection)
@@ -420,8 +414,8 @@ class Shaker:
             return {}
         return {str(layer): sigma for layer, sigma in self.aqn.sigmas.items()}
 
-    def report(self) -> dict[str, Any]:
-        """The report of this worker, as plain data."""
+    def ledger(self) -> dict[str, Any]:
+        """The report of this worker: the ledgers of plan and AQN, its instructions' digest, σ per layer, step and phase."""
         return {
             "pid": os.getpid(),
             "rank": self.rank,

@@ -11,11 +11,6 @@ from shaketable.integrations.vllm import connect
 SHAPE = {"max_model_len": 64, "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 256}
 SHAPE |= {"gpu_memory_utilization": 0.1}
 PROMPTS = ["12+30=", "7+8=", "99+1=", "123+456="]
-OTHER_FAULTS = {
-    "other faults": ("gain:0.05@module.linear; saturation:0.7,scope=token@layer.1; gain:0.1@module.rmsnorm,point=input", 0),
-    "noise": ("gain:0@module.linear; relative_gaussian:0.3@layer.1; gain:0@module.rmsnorm,point=input", 9),
-}
-"""Plans and seeds at the sites of the one that is compiled, which the tests put into the environment."""
 
 
 def taps_in(worker):
@@ -80,12 +75,6 @@ class Program:
         self.ask("weights")
         sampler.clear()
         self.ask("cleared again")
-        for name, (faults, seed) in OTHER_FAULTS.items():
-            sampler.set_plan(faults, seed)
-            self.ask(name)
-            self.said[f"{name}: ledger"] = sampler.ledger()[0]["plan"]
-        sampler.clear()
-        self.ask("cleared at last")
         self.said["compilations"] = [before, self.llm.collective_rpc(compilations)]
 
 
