@@ -57,10 +57,6 @@ def test_what_is_saved_and_what_stays_is_clean_and_sharded(ranks, plan):
             assert len(facts) == 5 and all(facts.values()), (way, facts)
 
 
-def test_checkpointed_layers_gather_again_and_see_the_same_noise(ranks):
-    assert all(seen["checkpointed"] < 1e-6 for seen in ranks)
-
-
 def test_aqn_on_sharded_norms(ranks):
     for seen in ranks:
         assert seen["aqn"]["difference"] < 1e-5 and seen["aqn"]["steps differ"]

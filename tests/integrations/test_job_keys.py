@@ -128,14 +128,6 @@ def test_a_release_that_reads_nothing_is_named_with_those_that_do_and_the_comman
     assert "shaketable run --plan 'gain:0.1@layer.1,phase=train;mxfp4@layer.2' -- …" in line
 
 
-def test_a_plugin_that_verl_did_not_load_is_named_with_the_variable_that_loads_it(monkeypatch):
-    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
-    line = unread(V1, ["shaketable.plan"], PLAN, "verl.trainer.main_ppo", "0.9.1", loaded=False)
-    assert "VERL_USE_EXTERNAL_PLUGINS=none leaves it out" in line
-    assert line.endswith("set VERL_USE_EXTERNAL_MODULES=shaketable.integrations.verl")
-    assert unread(V1, ["shaketable.plan"], PLAN, "verl.trainer.main_ppo", "0.9.1", loaded=True) is None
-
-
 def test_ray_does_not_start_before_the_keys_were_read(ray, capsys):
     judge(V1 | {"shaketable": {"plan": PLAN}})
     judge(V1 | {"shaketable": {"plan": PLAN}})

@@ -132,25 +132,3 @@ def test_its_checkpoint_loads_and_holds_no_noise(run):
     clean = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32)
     for (name, a), b in zip(saved.state_dict().items(), clean.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-
-
-def test_errors_are_those_of_a_step(run):
-    """A ledger measures less and less often; a step in which it measured nothing has no error.
-
-    An actor makes the same passes on every machine. A sampler makes as many as vLLM's batches happen to need, so nobody knows
-    in which of its steps something is measured; its ledger of the whole run says what was.
-    """
-    for key, least, asked in (("sampler/measured_error", set(), [0.3] * 4), ("actor/measured_error", {0, 1}, [0.3] * 4)):
-        found = {i: step[f"shaketable/{key}"] for i, step in enumerate(run.steps[1:]) if f"shaketable/{key}" in step}
-        assert found and least <= found.keys(), key
-        assert all(error == pytest.approx(asked[i], rel=0.1) for i, error in found.items())
-    whole = json.loads((run.folder / "ledger" / "ledger.json").read_text())["merged"]
-    for role in ("sampler", "actor"):
-        assert whole[f"{role}.plan"]["sites"][0]["measured_error"] == pytest.approx(0.3, rel=0.1)
-
-
-def test_what_will_be_done_is_said_at_the_start(run):
-    start = run.text.split("Started a local Ray instance")[0]
-    assert f"shaketable: samplers: plan {PLAN},phase=rollout+train+eval (seed 7); AQN {AQN}" in start
-    assert f"shaketable: actors: plan {PLAN},phase=rollout+train+eval (seed 7)\n" in start
-    assert "shaketable: validations: clean and under the plan\n" in start

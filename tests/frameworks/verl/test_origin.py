@@ -111,7 +111,7 @@ def test_noise_on_outputs_acts_in_both_as_the_origin_had_it(reports):
     ("overrides", "message", "variables"),
     [
         (["+shaketable.resolved.ledger=/elsewhere"], "shaketable.resolved was written by another run", {}),
-        (["+shaketable.plna=gain:0.1@layer.3"], "shaketable.plna is unknown; did you mean 'plan'?", {}),
+        (["+shaketable.plna=gain:0.1@layer.3"], "shaketable.plna: unknown key; did you mean 'plan'?", {}),
         (AS_PRINTED, "trainer.hw_error_injection.apply_during: Input should be", {}),
         (["+trainer.noisy_ops.enabled=true", "+trainer.noisy_ops.eror_scale=0.05"], "trainer.noisy_ops.eror_scale", {}),
         (["+shaketable.seed=1"], "shaketable has neither a plan nor an aqn", BY_MODULE),

@@ -15,7 +15,7 @@ from tests.frameworks.verl.tiny_run import ENVIRONMENT, HERE, release
 
 pytestmark = pytest.mark.covers("verl", "releases 0.4.1 to 0.9.1: keys that nobody would read are refused", "Hydra, no Ray")
 
-BEFORE_PLUGINS = ("0.4.1", "0.5.0", "0.6.1", "0.7.0", "0.7.1", "0.8.0")
+BEFORE_PLUGINS = ("0.4.1", "0.6.1", "0.8.0")
 PLAN = "+shaketable.plan=relative_gaussian:0.05@op.matmul"
 PPO = "verl.trainer.main_ppo"
 NEEDED = (
@@ -73,11 +73,6 @@ def test_without_our_keys_an_old_release_goes_its_way(version, tmp_path):
     done = start(version, tmp_path, PPO)
     assert "RAY WAS STARTED" in done.stdout, done.stderr[-4000:]
     assert "shaketable:" not in done.stdout + done.stderr
-
-
-def test_an_old_release_as_an_external_module_has_no_bare_key_error(tmp_path):
-    line = refusal(start("0.8.0", tmp_path, PPO, PLAN, VERL_USE_EXTERNAL_MODULES="shaketable.integrations.verl"))
-    assert "of verl 0.8.0 does not read shaketable.plan" in line
 
 
 def test_the_origins_keys_are_refused_where_nobody_reads_them(tmp_path):

@@ -75,17 +75,6 @@ def test_each_step_draws_anew_and_none_adds_to_the_last(llm, clean):
     assert llm.site("aqn")["forward"] == 22 * 17
 
 
-def test_the_schedule_follows_the_step(llm):
-    llm.set_aqn("global_decay:0.08-0.002,stages=4", 8)
-    seen = []
-    for step in range(8):
-        llm.set_step(step)
-        seen.append(llm.report()["sigma"])
-    schedule = st.AQN.load("global_decay:0.08-0.002,stages=4").schedule
-    assert seen == [schedule.sigma(step, 8) for step in range(8)]
-    assert seen[0] == 0 and seen[2] == 0.08 and seen[-1] == pytest.approx(0.002)
-
-
 def test_every_layer_has_its_own_sigma(llm, clean):
     llm.set_aqn("constant:0.04,multipliers=0:3+5:0+7:0.5", 1)
     norms = llm.norms()

@@ -66,14 +66,6 @@ def test_a_fault_is_the_same_fault_as_in_transformers(llm, clean, oracle, ids, p
     assert share_within(1e-4, shaken[1], logprobs) >= (0.75 if plan.startswith(("mxfp4", "truncation")) else 1)
 
 
-def test_at_the_input_of_a_norm_the_stream_is_handed_on_clean_whichever_clause_acts(llm, oracle, ids):
-    first, second = (f"saturation:0.3,scope=token@module.rmsnorm,point=input,phase={phase}" for phase in ("eval", "rollout"))
-    with st.inject(oracle.model, second.removesuffix(",phase=rollout")):
-        _, logprobs = oracle.ask(ids)
-    llm.set_plan(f"{first}; {second}")
-    assert apart(llm.ask()[1], logprobs) < 2e-4
-
-
 def test_after_clear_every_number_is_as_before(engine, clean):
     engine.clear()
     weights = engine.weights()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shaketable.errors import UnavailableError
-from shaketable.mismatch.engine import EngineError, Rollout, Sampling
+from shaketable.mismatch.engine import Rollout, Sampling
 from tests.frameworks.vllm.planted import DEFECTS, model_of
 from tests.frameworks.vllm.small_engines import NANO, SHAPE
 from tests.frameworks.vllm.vllm_programs import FOLDER, printed, run
@@ -136,13 +136,6 @@ def test_sampling_returns_raw_or_processed_logprobs_as_asked(engine):
     assert furthest([r.logprobs for r in raw], engine.logprobs(raw)) < 1e-4
     assert furthest([r.logprobs for r in processed], engine.logprobs(raw)) > 1e-2
     engine.sample(PROMPTS, Sampling(1))
-
-
-def test_a_request_that_does_not_fit_is_one_line(engine):
-    with pytest.raises(EngineError, match="vLLM refused"):
-        engine.logprobs([Rollout([3] * 120, [4] * 20, [0.0] * 20)])
-    with pytest.raises(UnavailableError, match="max_model_len=128"):
-        engine.record([Rollout([3] * 100, [3] * 28, [0.0] * 28)], "prefill")
 
 
 def campaign(tmp_path, *arguments):

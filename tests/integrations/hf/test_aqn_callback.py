@@ -57,18 +57,6 @@ def test_origin_04_sigma_of_each_layer_reaches_the_sampler(tmp_path):
     assert callback.noise.ledger.sites[0].magnitude == pytest.approx(0.3, rel=0.25)
 
 
-def test_a_resumed_training_goes_on_with_the_noise_of_its_step(tmp_path):
-    callback = ShaketableCallback(aqn="epoch_aware:0.2-0.02")
-    trainer = grpo(tmp_path, llama(), callback, save_strategy="steps", save_steps=2)
-    trainer.train()
-    whole = [row["shaketable/sigma"] for row in trainer.state.log_history if "shaketable/sigma" in row]
-    again = ShaketableCallback(aqn="epoch_aware:0.2-0.02")
-    resumed = grpo(tmp_path, llama(), again)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert again.noise.rollouts == 1 and again.noise.step == 2
-    assert again.noise.sigma == whole[2]
-
-
 def test_a_trainer_that_never_samples_is_an_error(tmp_path):
     model = llama()
     with pytest.raises(st.InertError, match="no rollout"):

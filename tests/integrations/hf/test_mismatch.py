@@ -19,8 +19,8 @@ GAP = [f"shaketable/mismatch/{name}" for name in ("gap", "k3", "outside")]
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"mismatch_stop": True, "aqn": "constant:0.1"}, "needs mismatch_every"),
-        ({"mismatch_every": 5, "aqn": "constant:0.1"}, "without plan="),
+        ({"mismatch_stop": True, "aqn": "constant:0.1"}, "mismatch_every= alone"),
+        ({"mismatch_every": 5, "aqn": "constant:0.1"}, "mismatch_every= alone"),
         ({"mismatch_every": 0}, "1 or above, not 0"),
     ],
 )

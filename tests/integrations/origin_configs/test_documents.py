@@ -158,13 +158,6 @@ def test_the_four_phases_are_printed_with_his_paths_and_recipes_that_an_installe
     assert len(named) == 3 and all(Path(word).is_absolute() and Path(word).is_file() for word in named)
 
 
-def test_what_the_origins_scripts_read_from_the_environment_is_carried_over():
-    words = ["bash", "scripts/test_noisy_ops_aqn_epoch_aware.sh", "5e-2", "8"]
-    files = {"MODEL_PATH": "/models/q wen", "TRAIN_DATA": "/data/gsm8k/train.parquet", "VAL_DATA": "/data/gsm8k/test.parquet"}
-    line = answer(words, files)
-    assert "here: MODEL='/models/q wen' DATA=/data/gsm8k GPUS=8 PLAN=relative_gaussian:0.05@op.matmul AQN=" in line
-
-
 @pytest.mark.parametrize(
     "command",
     [

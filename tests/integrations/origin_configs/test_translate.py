@@ -3,10 +3,7 @@
 import re
 
 import pytest
-import torch
 import yaml
-from hypothesis import given
-from hypothesis import strategies as some
 
 import shaketable as st
 from shaketable.errors import ShaketableError
@@ -141,7 +138,7 @@ def test_a_variable_that_cannot_be_read_is_refused(environ, message):
 def test_an_unknown_key_is_refused_in_a_group_that_is_off_too(group):
     with pytest.raises(ShaketableError, match=rf"^{re.escape(group)}\.enabld: unknown key; did you mean 'enabled'\?"):
         translate(nested({}, group, {"enabld": True}))
-    with pytest.raises(ShaketableError, match=rf"^{re.escape(group)} must be a mapping .*not 5"):
+    with pytest.raises(ShaketableError, match=rf"^{re.escape(group)} is a group of keys .*not 5"):
         translate(nested({}, group, 5))
 
 
@@ -167,29 +164,6 @@ def test_a_value_that_cannot_be_honoured_is_one_line_that_names_the_key(group, k
     with pytest.raises(ShaketableError, match=rf"^{re.escape(group)}\.{key}.*: ") as error:
         translate(on(group, **{**base, key: value}))
     assert "\n" not in str(error.value)
-
-
-def test_a_decay_that_rises_is_refused():
-    with pytest.raises(ShaketableError, match=r"^trainer\.noise_injection: .*at or below"):
-        translate(on("trainer.noise_injection", sigma_end=0.1))
-
-
-# ---- σ, by the origin's formula
-
-
-def origin_sigma(step, total, start, end, stages):
-    stage = int(step // (total / stages))
-    return 0.0 if stage == 0 else start * (end / start) ** (min(stage - 1, stages - 2) / (stages - 2))
-
-
-@given(some.floats(1e-3, 1), some.floats(1e-3, 1), some.integers(3, 12))
-def test_sigma_of_every_stage_is_the_origins(start, part, stages):
-    keys = {"sigma_start": start, "sigma_end": start * part, "num_stages": stages}
-    aqn = translate(on("trainer.noise_injection", **keys)).aqn
-    total = 10 * stages
-    for step in (0, 10, 25, total - 1):
-        want = origin_sigma(step, total, start, start * part, stages)
-        assert [aqn.sigma(group, step, total) for group in aqn.groups(8)] == [pytest.approx(want, rel=1e-9)]
 
 
 # ---- spellings
@@ -242,21 +216,3 @@ def test_a_file_beside_flat_keys_is_what_train_ppo_took(tmp_path):
 def test_layer_sigmas_that_do_not_fit_together_are_refused(change, message):
     with pytest.raises(ShaketableError, match=re.escape(message)):
         translate({"aqn": GUIDED | change})
-
-
-# ---- on a model
-
-
-def test_a_translated_plan_acts_in_rollouts_and_training_and_never_in_validation(tiny_llama):
-    config = nested(on("trainer.noisy_ops", error_scale="5e-2"), "deadzone", {"enabled": True, "layer": 1, "threshold": 0.2})
-    config = nested(config, "trainer.hw_error_injection", {"enabled": True, "apply_during": "both", "error_scale": 0.01})
-    ids = torch.arange(1, 9)[None]
-    clean = tiny_llama(ids).logits
-    with st.inject(tiny_llama, translate(config).plan) as ledger:
-        seen = {}
-        for name in ("rollout", "train", "eval"):
-            with st.phase(name):
-                seen[name] = tiny_llama(ids).logits
-    assert torch.equal(seen["eval"], clean)
-    assert not torch.equal(seen["rollout"], clean) and not torch.equal(seen["train"], clean)
-    assert len(ledger.sites) == 3

@@ -144,18 +144,6 @@ def report(plan):
     return rows
 
 
-def checkpointed():
-    """The step of a weight plan, with and without activation checkpointing, sharded."""
-    found = []
-    for again in (False, True):
-        model = by_layer(llama())
-        if again:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        with st.inject(model, PLANS["weights"], seed=3, rank=0):
-            found.append(one_step(model))
-    return difference(found[1], found[0])
-
-
 def aqn():
     """Two rollouts under AQN, sharded and not, and the weights after them."""
     noisy, kept, measured = [], [], []
@@ -234,7 +222,6 @@ mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
 fully_shard = functools.partial(fsdp.fully_shard, mesh=mesh)
 found = {name: report(plan) for name, plan in PLANS.items()}
 found |= {
-    "checkpointed": checkpointed(),
     "aqn": aqn(),
     "compiled": compiled(),
     "refused": refused(),

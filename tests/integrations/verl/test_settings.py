@@ -70,10 +70,6 @@ def test_validations_are_clean_under_the_plan_or_both(tmp_path, asked, plan_in, 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            {"plan": NOISE, "validate": "faulty"},
-            r"shaketable.validate: Input should be 'clean', 'plan' or 'both' \(got 'faulty'\)",
-        ),
         ({"plan": NOISE, "validate": "both", "plan_in": "actor"}, "validate=both needs a clause that acts in samplers"),
         ({"aqn": EPOCHS, "validate": "plan"}, "validate=plan needs a clause that acts in samplers"),
         ({"plan": f"{NOISE},phase=eval", "validate": "clean"}, "validate=clean, and .* names eval"),
@@ -125,16 +121,6 @@ def test_a_schedule_by_epochs_follows_the_epochs_of_the_data(tmp_path):
     assert decay.total_steps(900, 29, epochs=2) == 58
     with pytest.raises(ShaketableError, match="silent"):
         decay.total_steps(1, 1, epochs=1)
-
-
-def test_the_keys_of_the_origin_are_read(tmp_path):
-    keys = {"noisy_ops": {"enabled": True, "error_scale": 0.05, "error_type": "relative_gaussian"}}
-    made = shaking_of(config(tmp_path, trainer=keys, shaketable={"seed": 5}), {})
-    assert made.instructions("sampler", 1).plan == made.instructions("actor", 1).plan == f"{NOISE},phase=rollout+train"
-    assert made.instructions("sampler", 1).seed == 5
-    assert any(line.startswith("trainer.noisy_ops") for line in made.lines)
-    environ = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.05", "VERL_NOISY_OPS_TYPE": "relative_gaussian"}
-    assert shaking_of(config(tmp_path), environ).instructions("actor", 1).plan == f"{NOISE},phase=rollout+train"
 
 
 def test_a_sampler_has_no_backward(tmp_path):
@@ -217,7 +203,7 @@ def test_samplers_are_held_against_actors_in_a_training_that_nobody_shakes(tmp_p
         ({"seed": 0}, {}, "measures a training as it is"),
         ({"mismatch": {"every": 0}}, {}, "shaketable.mismatch.every"),
         ({"mismatch": {"stop": True}}, {}, "shaketable.mismatch.every: Field required"),
-        ({"mismatch": 5}, {}, r"shaketable.mismatch is a group of keys \(every, stop\), not 5"),
+        ({"mismatch": 5}, {}, r"shaketable.mismatch: Input should be a valid dictionary"),
         ({}, {"mode": "separate_async"}, "trainer_mode=sync, not with separate_async"),
         ({}, {"sampler": "sglang"}, "rollout.name=vllm, not with sglang"),
         ({}, {"strategy": "fsdp"}, "needs actor_rollout_ref.actor.strategy=fsdp2"),
@@ -230,18 +216,10 @@ def test_what_cannot_be_measured_is_refused_by_the_driver(tmp_path, keys, change
         shaking_of(config(tmp_path, shaketable={"mismatch": {"every": 5}} | keys, **changes), {})
 
 
-@pytest.mark.parametrize("model", [{"lora_rank": 8}, {"lora_rank": 0, "lora": {"rank": 8}}])
-def test_adapters_cannot_be_held_against_samplers(tmp_path, model):
-    asked = config(tmp_path, shaketable={"mismatch": {"every": 5}})
-    asked["actor_rollout_ref"]["model"] = model
-    with pytest.raises(ShaketableError, match=r"needs actor_rollout_ref\.model\.lora_rank=0"):
-        shaking_of(asked, {})
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shaketable": {"plna": NOISE}}, "shaketable.plna is unknown; did you mean 'plan'?"),
+        ({"shaketable": {"plna": NOISE}}, "shaketable.plna: unknown key; did you mean 'plan'?"),
         ({"shaketable": NOISE}, "shaketable is a group of keys"),
         ({"shaketable": {"seed": 1}}, "shaketable has neither a plan nor an aqn"),
         ({"shaketable": {"plan": NOISE, "seed": "x"}}, "shaketable.seed: "),

@@ -12,7 +12,7 @@ import shaketable as st
 from shaketable.errors import InertError, ShaketableError
 from shaketable.inject.injection import Injection
 from shaketable.integrations.common.instructions import Instructions
-from shaketable.integrations.common.worker_report import WorkerReport, read_reports
+from shaketable.integrations.common.worker_report import WorkerReport
 from shaketable.integrations.verl.workers import VerlWorkers
 
 ORDERS = Instructions(plan="gain:0.1@module.linear,phase=rollout+train", seed=1)
@@ -127,10 +127,10 @@ def test_a_worker_that_never_reported_stops_the_run(tmp_path):
         workers.read(1)
 
 
-@pytest.mark.parametrize(("number", "fails"), [(errno.ENOENT, False), (errno.ESTALE, False), (errno.EACCES, True)])
-def test_a_file_that_is_being_replaced_is_read_again(tmp_path, monkeypatch, number, fails):
-    Worker(tmp_path)
-    real, problems = Path.read_text, [OSError(number, "away")]
+def test_a_file_that_is_being_replaced_is_read_again(tmp_path, monkeypatch):
+    workers = VerlWorkers(tmp_path, {"sampler": ORDERS}, size=1, patience=60)
+    Worker(tmp_path).file.flush(1)
+    real, problems = Path.read_text, [OSError(errno.ESTALE, "away")]
 
     def read_text(path, **kwargs):
         if problems:
@@ -138,11 +138,9 @@ def test_a_file_that_is_being_replaced_is_read_again(tmp_path, monkeypatch, numb
         return real(path, **kwargs)
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    if fails:
-        with pytest.raises(PermissionError):
-            read_reports(tmp_path)
-    else:
-        assert len(read_reports(tmp_path)) == 1
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    workers.read(1)
+    assert len(workers.now["sampler"]) == 1
 
 
 def test_a_worker_with_other_instructions_stops_the_run(tmp_path):

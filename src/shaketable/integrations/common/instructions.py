@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shaketable.aqn.spec import AQN
-from shaketable.errors import ShaketableError, first_problem, nearest
+from shaketable.errors import ShaketableError
+from shaketable.integrations.common.keys import read_keys
 from shaketable.plan import Plan
 
 VARIABLES = {
@@ -62,19 +63,13 @@ class Instructions(BaseModel):
         Raises:
             ShaketableError: An unknown key, or one that cannot be read.
         """
-        for key in data:
-            if key not in cls.model_fields:
-                raise ShaketableError(f"shaketable has no {key!r}; {nearest(str(key), tuple(cls.model_fields))}")
         fields = {key: value for key, value in data.items() if value is not None}
         if fields.get("plan") is not None:
             plan = Plan.load(_named(fields["plan"]), seed=_seed(fields.get("seed")))
             fields |= {"plan": plan.text(), "seed": plan.seed}
         if fields.get("aqn") is not None:
             fields["aqn"] = AQN.load(_named(fields["aqn"])).text()
-        try:
-            return cls(**fields)
-        except ValidationError as error:
-            raise ShaketableError(f"shaketable: {first_problem(error)}") from None
+        return read_keys(cls, "shaketable", fields)
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str]) -> Instructions | None:

@@ -8,7 +8,6 @@ that it is not older than the question.
 from __future__ import annotations
 
 import atexit
-import errno
 import json
 import os
 import secrets
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.launch.ledger_file import PAUSE, TRIES, KeptFile
+from shaketable.launch.ledger_file import KeptFile
 from shaketable.ledger.ledger import Ledger
 
 SCHEMA = "shaketable.worker/1"
@@ -67,23 +66,8 @@ class WorkerReport:
 
 def read_reports(folder: str | Path) -> list[dict[str, Any]]:
     """The reports of all workers, in the order in which they began."""
-    return sorted(map(_read, Path(folder).glob("worker-*.json")), key=lambda report: report["started"])
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """One report. Where machines share a folder, a file that is being replaced may be away for a moment."""
-    for _ in range(TRIES):
-        try:
-            text = path.read_text(encoding="utf-8")
-            break
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ESTALE):
-                raise
-            time.sleep(PAUSE)
-    else:
-        text = path.read_text(encoding="utf-8")
-    report: dict[str, Any] = json.loads(text)
-    return report
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in Path(folder).glob("worker-*.json")]
+    return sorted(reports, key=lambda report: report["started"])
 
 
 def merged(reports: Iterable[dict[str, Any]], what: str = "plan") -> Ledger | None:

@@ -72,13 +72,9 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         mismatch_every: int | None = None,
         mismatch_stop: bool = False,
     ) -> None:
-        injects = plan is not None or aqn is not None
-        if not injects and mismatch_every is None:
-            raise ShaketableError("ShaketableCallback needs plan=, aqn=, or mismatch_every=")
-        if mismatch_every is None and mismatch_stop:
-            raise ShaketableError("mismatch_stop=True needs mismatch_every=")
-        if mismatch_every is not None and (injects or ledger is not None):
-            raise ShaketableError("mismatch_every measures a training as it is: use it without plan=, aqn= and ledger=")
+        injects, measures = plan is not None or aqn is not None, mismatch_every is not None
+        if injects is measures or (measures and ledger is not None) or (mismatch_stop and not measures):
+            raise ShaketableError("ShaketableCallback needs plan=, aqn= or both, or mismatch_every= alone, with mismatch_stop=")
         if mismatch_every is not None and mismatch_every < 1:
             raise ShaketableError(f"mismatch_every is a number of steps, 1 or above, not {mismatch_every}")
         self.mismatch_every, self.mismatch_stop = mismatch_every, mismatch_stop

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 
 from shaketable.aqn.schedules import Constant, EpochAware, GlobalDecay, Schedule
 from shaketable.aqn.spec import AQN
-from shaketable.errors import ShaketableError, first_problem, nearest
+from shaketable.errors import ShaketableError, nearest
+from shaketable.integrations.common.keys import read_keys
 from shaketable.layer_ranges import join_layers
 from shaketable.plan import Plan
 
@@ -66,7 +67,7 @@ def translate(config: Mapping[str, Any], environ: Mapping[str, str] | None = Non
             found = _with_variables(found, environ or {})
         if found is None:
             continue
-        keys = group.read(found)
+        keys = read_keys(group, group.name, found)
         made = keys.meaning(config) if keys.is_on() else None
         if isinstance(made, AQN):
             noises.append((group.name, made))
@@ -104,7 +105,7 @@ ErrorType = Literal["relative_gaussian", "absolute_gaussian", "systematic_bias"]
 
 
 class Keys(BaseModel):
-    """The keys of one group. Numbers may be text, as YAML reads `1e-4`; null is a key that is not there."""
+    """The keys of one group. Numbers may be text, as YAML reads `1e-4`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: ClassVar[str]
@@ -114,22 +115,6 @@ class Keys(BaseModel):
     """How the translation differs from the original."""
 
     enabled: StrictBool = False
-
-    @classmethod
-    def read(cls, found: object) -> Keys:
-        """The keys of a mapping.
-
-        Raises:
-            ShaketableError: A key is unknown, or its value is not accepted.
-        """
-        if not isinstance(found, Mapping):
-            raise ShaketableError(f"{cls.name} must be a mapping with {', '.join(cls.model_fields)}, not {found!r}")
-        if unknown := next((str(key) for key in found if key not in cls.model_fields), None):
-            raise ShaketableError(f"{cls.name}.{unknown}: unknown key; {nearest(unknown, cls.model_fields, shown=20)}")
-        try:
-            return cls(**{key: value for key, value in found.items() if value is not None})
-        except ValidationError as error:
-            raise ShaketableError(f"{cls.name}.{first_problem(error)}") from None
 
     def is_on(self) -> bool:
         """Whether it is enabled, and its magnitude is above 0."""
@@ -313,7 +298,7 @@ def _with_variables(group: Any, environ: Mapping[str, str]) -> Any:
     given["enabled"] = switch.get(given["enabled"].lower(), given["enabled"])  # type: ignore[assignment]
     if group is None:
         return given
-    if OperatorErrors.read(group) != OperatorErrors.read(given):
+    if read_keys(OperatorErrors, OperatorErrors.name, group) != read_keys(OperatorErrors, OperatorErrors.name, given):
         raise ShaketableError(f"{OperatorErrors.name} and VERL_NOISY_OPS_* are not the same; drop one of them")
     return group
 

@@ -18,12 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from shaketable.aqn.schedules import EpochAware
 from shaketable.aqn.spec import AQN
-from shaketable.errors import ShaketableError, first_problem, nearest
+from shaketable.errors import ShaketableError
 from shaketable.integrations.common.instructions import Instructions
+from shaketable.integrations.common.keys import read_keys
 from shaketable.integrations.origin_configs.translate import translate
 from shaketable.integrations.verl.checks import check_mismatch, check_verl
 from shaketable.plan import Clause, Plan
@@ -71,28 +72,6 @@ class ShaketableKeys(BaseModel):
     """Compare the weights of samplers and actors every so many steps; without plan and aqn."""
     ledger: str | None = None
     """A folder for this run's ledgers."""
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ShaketableKeys:
-        """The keys of a config, none of which it need have."""
-        group = config.get("shaketable") or {}
-        _check_group("shaketable", group, cls)
-        if (mismatch := group.get("mismatch")) is not None:
-            _check_group("shaketable.mismatch", mismatch, MismatchKeys)
-        try:
-            return cls(**{str(key): value for key, value in group.items()})
-        except ValidationError as error:
-            raise ShaketableError(f"shaketable.{first_problem(error)}") from None
-
-
-def _check_group(where: str, group: Any, model: type[BaseModel]) -> None:
-    """Refuse what is not a group, or has an unknown key."""
-    valid = [field.alias or name for name, field in model.model_fields.items()]
-    if not isinstance(group, Mapping):
-        raise ShaketableError(f"{where} is a group of keys ({', '.join(valid)}), not {group!r}")
-    for key in group:
-        if key not in valid:
-            raise ShaketableError(f"{where}.{key} is unknown; {nearest(str(key), valid)}")
 
 
 class Shaking(BaseModel):
@@ -184,7 +163,7 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
     group = config.get("shaketable")
     if isinstance(group, Mapping) and group.get("resolved"):
         return Shaking.read(group["resolved"])
-    keys, origin = ShaketableKeys.of(config), translate(config, environ)
+    keys, origin = read_keys(ShaketableKeys, "shaketable", group or {}), translate(config, environ)
     own = keys.plan is not None or keys.aqn is not None
     if own and (origin.plan is not None or origin.aqn is not None):
         raise ShaketableError(

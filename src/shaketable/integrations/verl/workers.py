@@ -64,9 +64,13 @@ class VerlWorkers:
         """Read the reports of roles, of all by default, which have been told to write them with this mark."""
         chosen, end = roles or tuple(self.instructions), time.monotonic() + self.patience
         while True:
-            found = read_reports(self.folder)
-            self.now |= {role: [report for report in found if report["role"] == role] for role in chosen}
-            problem = next(filter(None, (self._missing(role, mark) for role in chosen)), None)
+            try:
+                found = read_reports(self.folder)
+            except OSError as error:  # a folder that machines share may lose sight of a file that is being replaced
+                problem: str | None = f"cannot read {self.folder}: {error}"
+            else:
+                self.now |= {role: [report for report in found if report["role"] == role] for role in chosen}
+                problem = next(filter(None, (self._missing(role, mark) for role in chosen)), None)
             if problem is None:
                 return
             if time.monotonic() >= end:
