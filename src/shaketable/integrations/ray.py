@@ -1,29 +1,19 @@
-"""A plan in the actors and tasks of Ray.
+"""A plan in the actors and tasks of Ray: under `shaketable run`, or by `ray.init(runtime_env=runtime_env(plan, ledger=…))`.
 
-Under `shaketable run` the plan goes with `ray.init`, also to a cluster that is already running. Without it, one argument
-does the same:
-
-    from shaketable.integrations.ray import collect, runtime_env
-
-    ray.init(address="auto", runtime_env=runtime_env("relative_gaussian:0.05@module.linear", seed=0, ledger="/shared/ledger"))
-    ...
-    ray.shutdown()
-    print(collect("/shared/ledger").ledger)
-
-**How it gets in.** Workers of a running cluster are children of a raylet that never saw our environment. They get the job's
-`runtime_env`: its variables, and its `worker_process_setup_hook`, which Ray calls in each worker before any task. Ours
-(`begin`) watches for torch there, and a hook of the user's runs after it.
+Workers of a running cluster are children of a raylet that never saw our environment. They get the job's `runtime_env`: its
+variables, and its `worker_process_setup_hook`, which Ray calls in each worker before any task. Ours (`begin`) watches for torch
+there, and a hook of the user's runs after it.
 
 **The ledger folder must be seen by every node.** The driver leaves a mark in it; a worker that does not find it stops with an
 error, because a worker that never reports looks like one that never imported torch.
 
 **Nothing leaves a worker before its ledger is written**: no result, no error, no argument of another call. Ray kills workers
-whenever they are no longer needed. What a worker did in a thread, or in a call whose result was not awaited, is written
-within 0.05 seconds; for those the driver waits half a second before it shuts down.
+whenever they are no longer needed. What a worker did in a call whose result was not awaited is written within 0.05 seconds; for
+those the driver waits half a second before it shuts down.
 
 **Noise** is keyed as in `launch/process_identity.py`. Actors have ranks of their own. One that is restarted begins again at
-pass 0 of the same rank. A task has the noise of its id: the same when Ray tries the task again and in each run that starts its
-own cluster, another in each job of a cluster that stays up. Tasks that are submitted by threads have random ids.
+pass 0 of the same rank. A task has the noise of its id: the same when Ray tries it again and in each run that starts its own
+cluster, another in each job of a cluster that stays up.
 """
 
 from __future__ import annotations

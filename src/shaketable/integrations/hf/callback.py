@@ -1,7 +1,4 @@
-"""A plan and AQN in a Hugging Face Trainer, and so in all of TRL's, by two lines of the user's own script.
-
-    from shaketable.integrations.trl import ShaketableCallback
-    trainer = GRPOTrainer(..., callbacks=[ShaketableCallback(plan="relative_gaussian:0.05@op.matmul", ledger="ledger.json")])
+"""A plan and AQN in a Hugging Face Trainer, and so in all of TRL's: `callbacks=[ShaketableCallback(plan=…, ledger=…)]`.
 
 The plan acts inside of `training_step`, where GRPO also samples, and nowhere else: optimizer, checkpoints and other callbacks
 see a clean model. A clause without a phase acts in rollouts and training; an evaluation is clean, also when it samples, unless
@@ -10,10 +7,9 @@ a clause names `phase=eval`. Reference models are never touched.
 No callback fires when an evaluation begins, none between generation and loss, and none when a trainer raises. So while a
 training runs, two methods of that one trainer are wrapped; the trainer is found on the stack.
 
-Step and rank key the noise, so a resumed training gets the noise of an uninterrupted one. The ledger is written
-with every log and every checkpoint, and kept in the checkpoint too: a resumed training adds to what its checkpoint had. At the
-end the ledgers of all ranks are merged, printed and written; a rank that injected nothing stops all of them with the same
-error, after the first step if that is known by then.
+Step and rank key the noise, so a resumed training gets the noise of an uninterrupted one, and adds to the ledger that its
+checkpoint had. At the end the ledgers of all ranks are merged, printed and written; a rank that injected nothing stops all of
+them with the same error, after the first step if that is known by then.
 """
 
 from __future__ import annotations

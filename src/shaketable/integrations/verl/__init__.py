@@ -1,17 +1,4 @@
-"""verl: a plan in its samplers and its actors, AQN in its samplers, without a change to verl.
-
-    python -m verl.trainer.main_ppo … +shaketable.plan=relative_gaussian:0.05@op.matmul +shaketable.ledger=ledgers/run1
-    python -m verl.trainer.main_ppo … '+shaketable.aqn="epoch_aware:0.05-0.01+0.01-0.0005"' +shaketable.seed=7
-
-    shaketable.plan      a line of the plan language (Hydra wants quotes around , = and ;), or a YAML file
-    shaketable.aqn       a line that `AQN.load` reads, or a YAML file, that of `shaketable guide` too
-    shaketable.seed      keys all noise
-    shaketable.plan_in   rollout, actor or both (the default): where clauses act that name no phase
-    shaketable.validate  clean (the default), plan or both: how validations are scored; what has faults in it is called so
-    shaketable.mismatch  every and stop: how far samplers and actors are apart, every so many steps; without plan and aqn
-    shaketable.ledger    a folder for this run alone that all workers can write to; by default one beside the checkpoints
-
-The keys of the origin study are read too (`origin_configs/translate.py`). What a run will do is printed at its start.
+"""verl: a plan in its samplers and its actors, AQN in its samplers, without a change to verl (docs/frameworks.md has the keys).
 
 verl imports this module in each of its processes (entry point `verl.plugins`, or `VERL_USE_EXTERNAL_MODULES`). It waits for two
 modules of verl: the one that checks configs, where an error ends the program before Ray is started, and the one that chooses
@@ -20,9 +7,8 @@ while they are loaded, so there is nothing here that could: standard library onl
 
 **A run that trains clean although the driver has printed a plan** is the worst failure. It happens where the process of verl's
 task runner does not load our plugin. So the driver puts a prefix before the name of the trainer, which verl knows only where
-our plugin is loaded, and names our extension of vLLM's workers, which cannot be imported where this package is missing: either
-stops the run at its start. At the end the driver looks for the instructions that our trainer writes, and exits with 3 without
-them. A driver in which none of this is loaded is stopped by Hydra (`integrations/job_keys.py`).
+our plugin is loaded, and names our extension of vLLM's workers, which cannot be imported where this package is missing. At the
+end it looks for the instructions that our trainer writes, and exits with 3 without them.
 """
 
 from __future__ import annotations

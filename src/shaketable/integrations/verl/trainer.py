@@ -1,16 +1,8 @@
 """verl's synchronous trainer, with instructions for its workers.
 
-    on_init_end        samplers and actors are there: give instructions, see that every worker acts on them
-    on_step_begin      the step keys the noise, and σ follows; the weights of this step are in the samplers
-    after a step       ledgers come home, as metrics and as a line of steps.jsonl: everything due has hit in this step
-    a validation       once or twice, clean or under the plan: samplers get the phase, AQN is off, clean weights are clean
-    after each         nothing has hit that was not asked for, and what was asked for has; faulty scores are named so
-    on_validate_end    on again
-
 AQN needs no call after a weight sync: the sampler sees new weights arrive and writes the noise into those (`vllm/worker.py`).
-Samplers are called only while they are awake: a sleeping one has given its weights away.
-
-The class is made on top of whatever synchronous trainer the config chooses, so a user's own subclass keeps its ways.
+Samplers are called only while they are awake: a sleeping one has given its weights away. The class is made on top of whatever
+synchronous trainer the config chooses, so a user's own subclass keeps its ways.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """The workers of a verl run, as the trainer sees them: by the reports that they leave in the folder of ledgers.
 
 verl's calls into its samplers return nothing, and verl swallows what plugins raise. So after each call the trainer compares
-what every worker reports with its instructions. A worker that never reported, one that acts on other instructions, and one that
-a call did not reach stop the training with one line that names it.
+what every worker reports with its instructions; a worker that is missing, deaf or disobedient stops the training.
 
 **Each step is proven by itself**, from what was hit since the last reading (`Span`): every clause that could have acted must
-have, and AQN wherever σ is above 0; in every actor, and in some sampler, because a small batch may leave one without work. What
-could not act is not demanded: a magnitude of 0, a backward in a step without an update. A clause that hit and changed no value
-stops the run once enough values were seen (`ledger/inert.py`). A validation is proven both ways: clauses that name `eval` have
-hit, and nothing else has. At the end the whole run is judged like a step.
+have, and AQN wherever σ is above 0; in every actor, and in some sampler, because a small batch may leave one without work. A
+validation is proven both ways: clauses that name `eval` have hit, and nothing else has. At the end the whole run is judged.
 """
 
 from __future__ import annotations

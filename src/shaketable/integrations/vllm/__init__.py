@@ -1,13 +1,8 @@
 """vLLM: a plan, or AQN, in the workers that sample, without a change to vLLM.
 
-    llm = LLM("Qwen/Qwen2.5-1.5B", **shaketable.integrations.vllm.options(plan="relative_gaussian:0.05@module.linear"))
-    vllm serve MODEL --additional-config '{"shaketable": {"plan": "dead_zone:0.01,scope=token@layer.15"}}'
-    shaketable run --plan mxfp4@module.linear -- vllm serve MODEL
-
 By the entry point `vllm.general_plugins` vLLM calls `register` in its front end, in its engine and in every worker. A worker
 with instructions (from `additional_config` or the environment) attaches them to its model right after it was loaded, before
-anything is compiled (`vllm/worker.py`). Every worker also answers the calls of `Extension`, over `collective_rpc`: a trainer
-moves the step and σ by these.
+anything is compiled (`vllm/worker.py`). Every worker also answers the calls of `Extension`, over `collective_rpc`.
 
 vLLM logs a plugin that fails, and goes on. With instructions it must not: then `register` ends the process with one line, or
 makes vLLM refuse a config that has instructions. Where vLLM does not load plugins (`VLLM_PLUGINS` names others), `shaketable
