@@ -176,7 +176,7 @@ def test_planted_defects_are_named_on_their_stage(tmp_path, only):
 @pytest.fixture(scope="module", params=["healthy", "stale"])
 def training(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    done = run(sys.executable, FOLDER / "trl_mismatch.py", NANO, folder, request.param)
+    done = run(sys.executable, FOLDER / "trl_grpo.py", NANO, folder, request.param)
     assert done.returncode == 0, printed(done)[-3000:]
     return request.param, json.loads((folder / "found.json").read_text())
 

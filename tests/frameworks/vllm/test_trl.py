@@ -17,7 +17,7 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("colocated")
-    done = run(sys.executable, FOLDER / "trl_colocated.py", NANO, folder)
+    done = run(sys.executable, FOLDER / "trl_grpo.py", NANO, folder, "plan")
     assert done.returncode == 0, printed(done)[-3000:]
     return json.loads((folder / "found.json").read_text()) | {"merged": json.loads((folder / "ledger.json").read_text())}
 
