@@ -1,4 +1,4 @@
-"""Two ranks of `accelerate launch` over gloo, with the callback and under `shaketable run`.
+"""Two ranks of `accelerate launch` over gloo, with the callback.
 
 In accelerate 1.15 `--cpu` starts one process whatever `--num_processes` says (more only through MPI); `--multi_gpu` starts as many
 as asked, and a script that says `use_cpu=True` trains on them with gloo.
@@ -14,7 +14,7 @@ import pytest
 
 from shaketable import Ledger
 
-pytestmark = [pytest.mark.slow, pytest.mark.covers("Accelerate", "two ranks, gloo: callback and `shaketable run`", "eager")]
+pytestmark = [pytest.mark.slow, pytest.mark.covers("Accelerate", "two ranks, gloo: callback", "eager")]
 
 PROGRAMS = Path(__file__).parent / "programs"
 BESIDE = Path(sys.executable).parent
