@@ -11,13 +11,12 @@ import typer
 
 from shaketable.cli.outputs import OutputFiles, write
 from shaketable.cli.verb import ForceOption, JsonOption, as_verb
-from shaketable.errors import ShaketableError, nearest
+from shaketable.errors import ShaketableError
 
 if TYPE_CHECKING:
     from shaketable.study.analysis.results import Findings
     from shaketable.study.config import StudyConfig
 
-FORMATS = {"html": ".html", "md": ".md", "json": ".json"}
 DEFAULT = Path("shaketable-runs")
 
 StoreOption = Annotated[Path, typer.Option("--store", metavar="DIR", help="Folder of all records.")]
@@ -67,7 +66,6 @@ def run(
     chosen = _workers(workers) | ({"address": address} if address is not None else {})
     asked = load_study(file, [*(replaced or ()), *(f"engine.{key}={value}" for key, value in chosen.items())])
     outputs = OutputFiles(json_file, report_file, reads=[file], force=force)
-    format_of(report_file, None)
     _check_code(asked, file, allow_code)
     if dry_run:
         from shaketable.cli.study_terminal import show_forecast
@@ -81,9 +79,9 @@ def run(
     failed = _do(asked, store, again)
     found = _findings(asked, store, again)
     if json_file is not None:
-        write(json_file, rendered(found, "json", store / asked.study, json_file))
+        write(json_file, rendered(found, ".json", store / asked.study, json_file))
     if report_file is not None:
-        text = rendered(found, format_of(report_file, None), store / asked.study, report_file)
+        text = rendered(found, report_file.suffix, store / asked.study, report_file)
         write(report_file, text)
     from shaketable.cli.study_terminal import show
 
@@ -208,24 +206,18 @@ def verify(
 
 def report(
     what: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="A study's YAML or folder, or a training run's folder.")],
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", metavar="FILE", help="File to write; standard output by default.")
-    ] = None,
-    style: Annotated[
-        str | None, typer.Option("--format", help="html, md or json; by default from the file's ending, else html.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="File to write: .html, .md or .json.")] = None,
     replaced: SetOption = None,
     store: StoreOption = DEFAULT,
     force: ForceOption = False,
 ) -> None:
-    """Write the report of a study from its records: one self-contained HTML page, Markdown or JSON.
+    """Write the report of a study from its records: one self-contained HTML page, Markdown or JSON; without -o, Markdown.
 
     shaketable study report guided-aqn -o report.html
     """
-    chosen = format_of(out, style)
     found, folder = _reported(what, replaced or [], store)
     OutputFiles(html_file=out, force=force)
-    text = rendered(found, chosen, folder, out)
+    text = rendered(found, ".md" if out is None else out.suffix, folder, out)
     if out is None:
         typer.echo(text, nl=False)
     else:
@@ -303,26 +295,17 @@ def which_study(what: Path, replaced: list[str], store: Path) -> tuple[StudyConf
     return asked, store / asked.study
 
 
-def format_of(output: Path | None, style: str | None) -> str:
-    """The format of a report: as said, else by its file's ending, else HTML."""
-    if style is not None:
-        if style not in FORMATS:
-            raise ShaketableError(f"unknown format {style!r}; {nearest(style, FORMATS)}")
-        return style
-    return next((name for name, ending in FORMATS.items() if output is not None and output.suffix == ending), "html")
-
-
-def rendered(found: Findings, style: str, folder: Path, output: Path | None) -> str:
-    """Findings as a page, Markdown or JSON; records are linked as seen from where the report lies."""
+def rendered(found: Findings, ending: str, folder: Path, output: Path | None) -> str:
+    """Findings as JSON, Markdown or a page; records are linked as seen from where the report lies."""
     here = os.path.relpath(folder.resolve(), Path.cwd() if output is None else output.resolve().parent)
     runs, diagnoses = (
         tuple(part.model_copy(update={"folder": Path(here, part.folder).as_posix()}) for part in parts)
         for parts in (found.runs, found.diagnoses)
     )
     found = found.model_copy(update={"runs": runs, "diagnoses": diagnoses})
-    if style == "json":
+    if ending == ".json":
         return found.to_json() + "\n"
-    if style == "md":
+    if ending == ".md":
         from shaketable.report.study_markdown import markdown
 
         return markdown(found)
@@ -334,6 +317,6 @@ def rendered(found: Findings, style: str, folder: Path, output: Path | None) -> 
 study.command()(as_verb(run, ("file", "replaced", "dry_run", "workers", "store", "report_file", "json_file")))
 study.command()(as_verb(status, ("what", "replaced", "store", "json_file")))
 study.command(name="list")(as_verb(list_studies, ("store", "runs", "json_file")))
-study.command()(as_verb(report, ("what", "out", "style", "replaced", "store")))
+study.command()(as_verb(report, ("what", "out", "replaced", "store")))
 study.command()(as_verb(verify, ("store", "json_file")))
 study.command()(as_verb(add, ("what", "run", "arm", "seed", "scores", "metrics", "store")))
