@@ -229,93 +229,6 @@ class ReferenceLlama(nn.Module):
         return self.output(self.norm(h)).float()
 
 
-# ---- a cache in buffers, written in place at given positions; buffers that come with the first call
-
-
-class KVCache(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.register_buffer("k_cache", torch.zeros(1, 2, LONGEST, SIZE, dtype=dtype))
-        self.register_buffer("v_cache", torch.zeros(1, 2, LONGEST, SIZE, dtype=dtype))
-
-    def update(self, input_pos, k_val, v_val):
-        k_out, v_out = self.k_cache, self.v_cache
-        k_out[:, :, input_pos] = k_val
-        v_out[:, :, input_pos] = v_val
-        return k_out, v_out
-
-
-class FastAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wqkv, self.wo = nn.Linear(WIDTH, WIDTH + 4 * SIZE, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.kv_cache = None
-
-    def forward(self, x, freqs_cis, mask, input_pos=None):
-        bsz, seqlen, _ = x.shape
-        q, k, v = self.wqkv(x).split([WIDTH, 2 * SIZE, 2 * SIZE], dim=-1)
-        q, k, v = q.view(bsz, seqlen, HEADS, SIZE), k.view(bsz, seqlen, 2, SIZE), v.view(bsz, seqlen, 2, SIZE)
-        q, k = self.rotated(q, freqs_cis), self.rotated(k, freqs_cis)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if self.kv_cache is not None:
-            k, v = self.kv_cache.update(input_pos, k, v)
-        k, v = k.repeat_interleave(HEADS // 2, dim=1), v.repeat_interleave(HEADS // 2, dim=1)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0)
-        return self.wo(y.transpose(1, 2).contiguous().view(bsz, seqlen, WIDTH))
-
-    @staticmethod
-    def rotated(x, freqs_cis):
-        xshaped = x.float().reshape(*x.shape[:-1], -1, 2)
-        freqs_cis = freqs_cis.view(1, xshaped.size(1), 1, xshaped.size(3), 2)
-        x_out2 = torch.stack(
-            [
-                xshaped[..., 0] * freqs_cis[..., 0] - xshaped[..., 1] * freqs_cis[..., 1],
-                xshaped[..., 1] * freqs_cis[..., 0] + xshaped[..., 0] * freqs_cis[..., 1],
-            ],
-            -1,
-        )
-        return x_out2.flatten(3).type_as(x)
-
-
-class FastBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention, self.feed_forward = FastAttention(), SwiGLU()
-        self.ffn_norm, self.attention_norm = RMSNorm(WIDTH), RMSNorm(WIDTH)
-
-    def forward(self, x, input_pos, freqs_cis, mask):
-        h = x + self.attention(self.attention_norm(x), freqs_cis, mask, input_pos)
-        return h + self.feed_forward(self.ffn_norm(h))
-
-
-class GPTFast(nn.Module):
-    """Needs positions, and makes its caches when they are first asked for."""
-
-    def __init__(self):
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(FastBlock() for _ in range(LAYERS))
-        self.norm, self.output = RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.freqs_cis = self.causal_mask = None
-
-    def setup_caches(self):
-        dtype = self.output.weight.dtype
-        for b in self.layers:
-            b.attention.kv_cache = KVCache(dtype)
-        freqs = precompute_freqs_cis(SIZE, LONGEST)
-        self.freqs_cis = torch.stack([freqs.real, freqs.imag], dim=-1).to(dtype)
-        self.causal_mask = torch.tril(torch.ones(LONGEST, LONGEST, dtype=torch.bool))
-
-    def forward(self, idx, input_pos):
-        if self.freqs_cis is None:
-            self.setup_caches()
-        mask, freqs_cis = self.causal_mask[None, None, input_pos], self.freqs_cis[input_pos]
-        x = self.tok_embeddings(idx)
-        for layer in self.layers:
-            x = layer(x, input_pos, freqs_cis, mask)
-        return self.output(self.norm(x))
-
-
 # ---- torch's own layers
 
 
@@ -465,15 +378,14 @@ MODELS = {
     "nanogpt": NanoGPT,
     "nanogpt_manual": lambda: NanoGPT(flash=False, bias=True),
     "reference_llama": ReferenceLlama,
-    "gpt_fast": GPTFast,
     "encoder": Encoder,
     "encoder_seq_first": lambda: Encoder(batch_first=False),
     "own_attention": OwnAttention,
     "experts": Experts,
     "lstm_stack": LSTMStack,
 }
-ARGUMENTS = {"gpt_fast": {"input_pos": torch.arange(16)}}
-"""What a model needs besides 16 tokens."""
+ARGUMENTS = {"reference_llama": {"start_pos": 0}}
+"""What a model is given besides tokens."""
 
 
 def build(name, dtype=torch.float32, seed=0):

@@ -56,8 +56,10 @@ def test_blocks_that_are_numbered_attributes_are_layers():
 
 
 def test_what_forward_needs_and_was_not_given_is_told_in_one_line():
-    with pytest.raises(st.ModelError, match=r"a plain forward of GPTFast fails on these tokens: .*'input_pos'$"):
-        st.locate(build("gpt_fast"), input_ids=tokens())
+    model = build("nanogpt")
+    model.forward = lambda idx, positions: None
+    with pytest.raises(st.ModelError, match=r"a plain forward of NanoGPT fails on these tokens: .*'positions'$"):
+        st.locate(model, input_ids=tokens())
 
 
 def test_the_fast_path_of_torch_s_layers_is_off_while_they_are_judged_and_that_is_said():

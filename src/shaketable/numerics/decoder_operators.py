@@ -175,7 +175,7 @@ class Definitions:
             if own.kind in ("rmsnorm", "rmsnorm_late"):
                 weight = self.weight(f"{call.name}.weight").double()
                 for other in totals:
-                    parts += _weighted(total * _norm_scale(own.module, other), weight, call.output.dtype)
+                    parts.append(operators.weighted(total * _norm_scale(own.module, other), weight, call.output.dtype))
                 continue
             given = Call(None, (total,), {}, call.output.dtype, precision, lambda t: t)
             found = own.allowed(given, lambda name: self.weight(f"{call.name}.{name}"))
@@ -334,14 +334,6 @@ def _norm_scale(norm: Any, x: Tensor) -> Tensor:
     bare = Leaf("rmsnorm_bare", norm).allowed(Call(None, (x,), {}, x.dtype, EXACT, lambda t: t), lambda name: torch.empty(0))
     assert isinstance(bare, Around)
     return (bare.value * x).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True).clamp_min(1e-300)
-
-
-def _weighted(normed: Tensor, weight: Tensor, dtype: torch.dtype) -> list[RoundingInterval]:
-    """The weight multiplies the normalised value as it was rounded to the dtype, or before."""
-    late = Around.relative(normed * weight, 16, dtype).interval()
-    if dtype == torch.float32:
-        return [late]
-    return [late, Around.relative(normed, 12, dtype).interval().times(weight, dtype)]
 
 
 def visible(attention: nn.Module, positions: Tensor, keys: int) -> Tensor:

@@ -253,12 +253,15 @@ def _rms_norm(call: Call) -> RoundingInterval:
     choices = (torch.finfo(call.dtype).eps, torch.finfo(torch.float32).eps) if eps is None else (eps,)
     allowed = []
     for normed in (normalised(x, small, dims) for small in choices):
-        if w is None:
-            allowed.append(Around.relative(normed, 12, call.dtype).interval())
-        else:
-            allowed.append(Around.relative(normed, 12, call.dtype).interval().times(w.double(), call.dtype))
-            allowed.append(Around.relative(normed * w.double(), 16, call.dtype).interval())
+        bare = Around.relative(normed, 12, call.dtype).interval()
+        allowed.append(bare if w is None else weighted(normed, w.double(), call.dtype))
     return functools.reduce(RoundingInterval.hull, allowed)
+
+
+def weighted(normed: Tensor, w: Tensor, dtype: torch.dtype) -> RoundingInterval:
+    """The weight multiplies the normalised value as it was rounded to the dtype, or before."""
+    late = Around.relative(normed * w, 16, dtype).interval()
+    return late if dtype == torch.float32 else late.hull(Around.relative(normed, 12, dtype).interval().times(w, dtype))
 
 
 def normalised(x: Tensor, eps: float, dims: tuple[int, ...] = (-1,)) -> Tensor:
