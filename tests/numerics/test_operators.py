@@ -181,7 +181,6 @@ CASES = {
     "reciprocal": elementwise(torch.reciprocal),
     "cos": elementwise(torch.cos),
     "sin": elementwise(torch.sin),
-    "erf": elementwise(torch.erf),
     "exp": elementwise(torch.exp),
     "log": elementwise(torch.log, positive=True),
     "pow": of_pow(torch.pow),
@@ -226,8 +225,8 @@ def test_clearly_wrong_results_are_outside(name, dtype):
         expected = allowed(func, args, kwargs, got.dtype)
         by = (LOOSE if name in WIDE else STEPS)[got.dtype]
         sized = torch.isfinite(got * 2) & (got.abs() > 1e-2 * got.abs().nan_to_num(0, 0, 0).max().clamp(1e-5, 1.0))
-        if not sized.any() or (name == "erf" and got.dtype != torch.float32):
-            continue  # torch itself is several units off there
+        if not sized.any():
+            continue
         for wrong in (got * (1 + by), got * (1 - by)):
             seen = expected.outside(wrong)[sized].double().mean()
             least = 0.4 if name in ("scaled_dot_product_attention", "sum", "mean", "index_add", "index_add_") else 0.75
@@ -244,7 +243,6 @@ def test_clearly_wrong_results_are_outside(name, dtype):
         ("gelu", F.gelu, lambda x: x * special.ndtr(x)),
         ("tanh", torch.tanh, np.tanh),
         ("sigmoid", torch.sigmoid, special.expit),
-        ("erf", torch.erf, special.erf),
         ("exp", torch.exp, np.exp),
         ("cos", torch.cos, np.cos),
         ("sin", torch.sin, np.sin),

@@ -330,13 +330,6 @@ def _exp(call: Call) -> Around:
     return Around(y, UA * (8 + 2 * x.abs().clamp(max=1e4)) * y + TINY, call.dtype)
 
 
-def _erf(call: Call) -> Around:
-    """In reduced dtypes it is several units off on some devices, and small values may come back as zero."""
-    y = torch.erf(call.wide(call.args[0]))
-    few = y.abs() * (8 * UNIT[call.dtype] + (y.abs() < UNIT[call.dtype]).double()) if call.dtype in REDUCED else 0.0
-    return Around(y, 8 * UA * y.abs() + few + TINY, call.dtype)
-
-
 def _index_add(call: Call) -> Around:
     """Each addition into a row may be rounded to the dtype; a row that takes one is right to the last bit."""
     base, dim, index = call.args[0], call.args[1], call.args[2]
@@ -370,7 +363,6 @@ BOUNDED: dict[str, Callable[[Call], Allowed]] = {
     "reciprocal": _relative(torch.reciprocal, 4),
     "cos": _relative(torch.cos, 4, 4),
     "sin": _relative(torch.sin, 4, 4),
-    "erf": _erf,
     "exp": _exp,
     "log": _relative(torch.log, 8, 4),
     "pow": _pow,
