@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shaketable.capture.reference import Reference
@@ -104,16 +104,3 @@ def test_a_folder_that_cannot_be_read_again(tmp_path):
     with pytest.raises(ModelError) as error:
         Reference(model, source)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
-
-
-def test_a_source_that_is_nothing():
-    with pytest.raises(ModelError) as error:
-        Reference(build("llama"), "smollm2-13m")
-    assert "\n" not in str(error.value)
-
-
-def test_a_file_of_another_model_is_not_taken_for_the_models(tmp_path):
-    model = build("llama")
-    save_file({"other": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError):
-        Reference(model, str(tmp_path))

@@ -266,16 +266,6 @@ def test_one_bit_of_any_weight_is_found_against_the_file(saved, name, bit):
 # ---- faults that come and go
 
 
-@pytest.mark.parametrize("every", [2, 3, 4])
-@EVERYWHERE
-def test_a_product_that_is_wrong_every_few_calls_spoils_healthy(name, every):
-    model = build(name)
-    with WrongProduct(model.get_submodule(LEAVES[name]).weight, louder, every) as fault:
-        diagnosis = found(model, "all")
-    assert fault.calls >= every
-    assert diagnosis.verdict != "HEALTHY", diagnosis.sentence
-
-
 @pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 6])
 @EVERYWHERE
 def test_a_product_that_is_wrong_once_in_the_calls_that_are_judged_spoils_healthy(name, call):

@@ -31,14 +31,10 @@ def _adds_into_its_input(layer, hidden_states, **others):
     return hidden_states
 
 
-@pytest.mark.parametrize("mode", ["host", "all"])
-def test_layers_that_add_into_what_they_are_given_are_healthy(monkeypatch, mode):
+def test_layers_that_add_into_what_they_are_given_are_healthy_and_a_fault_in_them_is_found(monkeypatch):
     monkeypatch.setattr(LlamaDecoderLayer, "forward", _adds_into_its_input)
-    found = st.locate(build("llama"), mode=mode, input_ids=tokens())
-    assert found.verdict == "HEALTHY", found.sentence
-
-
-def test_a_fault_in_a_layer_that_adds_into_what_it_is_given_is_found(monkeypatch):
-    monkeypatch.setattr(LlamaDecoderLayer, "forward", _adds_into_its_input)
+    for mode in ("host", "all"):
+        found = st.locate(build("llama"), mode=mode, input_ids=tokens())
+        assert found.verdict == "HEALTHY", found.sentence
     found = st.locate(build("llama"), mode="host", input_ids=tokens(), plan="gain:0.05@module.down_proj,layers=1")
     assert found.verdict == "FAULT" and "layer 1, mlp.down_proj" in found.sentence, found.sentence

@@ -147,14 +147,6 @@ def test_a_model_is_like_its_own_fingerprint_and_a_layer_that_is_not_is_named(na
     assert {row.layer for row in found.rows if row.difference.differing} == {1} and found.exit_code == 1
 
 
-def test_a_fingerprint_of_another_model_is_refused():
-    taken = fingerprint(build("nanogpt"), input_ids=tokens())
-    with pytest.raises(st.ShaketableError, match="class"):
-        compare(taken, build("experts"))
-    with pytest.raises(st.ShaketableError, match="config"):
-        compare(taken, build("nanogpt_manual"))
-
-
 # ---- shaken
 
 

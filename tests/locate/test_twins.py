@@ -57,12 +57,6 @@ def test_every_matrix_is_really_changed_by_a_gauge(name):
     assert {n: torch.equal(p, before[n]) for n, p in call.module.named_parameters()} == dict.fromkeys(before, True)
 
 
-@pytest.mark.parametrize("name", UNWIRED)
-def test_an_unknown_architecture_has_a_reason_and_no_gauge(name):
-    _, _, layers = prepared(name)
-    assert all(isinstance(circuit, str) and name in circuit for _, circuit in layers)
-
-
 def test_a_parameter_that_the_wiring_does_not_explain_is_a_reason():
     model = build("llama")
     reference = Reference(model)

@@ -108,19 +108,6 @@ def test_the_ends_are_inside_and_the_next_values_are_not(dtype):
     assert allowed.outside(moved(low, dtype, -1)).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("slack", [0.0, 1e-4, 3e-2])
-def test_ends_are_the_rounded_ends_of_the_real_interval(dtype, slack):
-    value = np.random.default_rng(1).standard_normal((40, 7))
-    around = Around(torch.from_numpy(value), slack, dtype)
-    where = torch.from_numpy(np.random.default_rng(2).random(value.shape) < 0.5)
-    low, high = around.ends(where)
-    assert torch.equal(low, as_torch(value - slack, dtype)[where])
-    assert torch.equal(high, as_torch(value + slack, dtype)[where])
-    whole = around.interval()
-    assert torch.equal(whole.low[where], low) and torch.equal(whole.high[where], high)
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("channels", [2, 511, 512, 513, 1061])
 def test_blocks_of_channels_make_no_difference(channels, bias):
