@@ -202,7 +202,7 @@ class AttachedAQN:
             sites = self.injection.ledger.sites  # asks every GPU: once is enough
             self._look_for_loss(sites)
             for i, site in enumerate(sites):
-                measured = site.magnitudes
+                measured = site.measured().magnitudes
                 self._asked[i] += (measured - self._measured[i]) * self._now(i)
                 self._measured[i] = measured
                 if measured:

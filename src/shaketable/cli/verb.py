@@ -35,7 +35,7 @@ COMMON = ("config_file", "show_config", "help")
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, npu, xpu or mps; auto takes this machine's accelerator.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON.")]
 HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write the result as one HTML page.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace existing files that this command did not write.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
 RunFolderOption = Annotated[
     Path | None, typer.Option("-o", "--out", metavar="DIR", help="Run folder; a new one under runs/ by default.")
 ]

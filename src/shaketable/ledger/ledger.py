@@ -168,11 +168,6 @@ class SiteLedger:
         return total
 
     @property
-    def magnitudes(self) -> int:
-        """How many magnitudes were read back."""
-        return sum(s.forward.magnitudes + s.backward.magnitudes for s in self.spots.values())
-
-    @property
     def magnitude(self) -> float | None:
         """The magnitude as read back, averaged over the measured fires."""
         sums = self.measured()
@@ -241,7 +236,7 @@ class SiteLedger:
 
     def add(self, other: SiteLedger) -> None:
         """Add the same clause of another process, or of the run before it was resumed; a magnitude that changed is averaged."""
-        mine, theirs = self.magnitudes, other.magnitudes
+        mine, theirs = self.measured().magnitudes, other.measured().magnitudes
         if self.asked is not None and other.asked is not None and mine + theirs:
             self.asked += (other.asked - self.asked) * theirs / (mine + theirs)
         self.fused += other.fused
