@@ -44,6 +44,21 @@ def data():
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.parametrize("plan", [NOISE, "mxfp4@module.linear,point=weight", "relative_gaussian:0.05@op.matmul"])
+@torch.no_grad()
+def test_a_clean_model_of_the_same_class_keeps_its_own_graph(plan):
+    clean, faulty = model(), model()
+    injection = st.inject(faulty, plan).enable()
+    expected = clean(data())
+    compiled = {net: torch.compile(net, backend="aot_eager") for net in (clean, faulty)}
+    for _ in range(2):
+        assert compiled[clean](data()).equal(expected)
+        before = injection.fires
+        assert not compiled[faulty](data()).allclose(expected)
+        assert injection.fires == before + 4
+    injection.close()
+
+
 @pytest.mark.parametrize("breaks", [False, True])
 @torch.no_grad()
 def test_passes_are_fresh_counted_switched_and_gone(breaks):

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shaketable.errors import NoMatchError, PlanError
 from shaketable.inject import operators, passes, weights
-from shaketable.inject.modules import Hook, end_clean_copies, hooks_for, keep_copies_clean
+from shaketable.inject.modules import Hook, begin_plan, end_plan, hooks_for
 from shaketable.inject.op import Tap
 from shaketable.inject.operators import families, hidden_by_attention
 from shaketable.inject.passes import Entry
@@ -172,7 +172,7 @@ class Attached(Hook):
             if not self.points and not self.injection.has_operators:
                 return
         operators.cover_transformers()
-        keep_copies_clean()
+        begin_plan()
         framed = list(self._framed())
         wrapped = [] if any(p.module is self.model for p, _ in framed) else [(Part(self.model, "", None, None), None)]
         entries = []
@@ -229,7 +229,7 @@ class Attached(Hook):
             hook.remove()
         for home in self.generators:
             unmark_generate(home)
-        end_clean_copies()
+        end_plan()
         self.hooks, self.generators = [], []
         forget_compiled()
 

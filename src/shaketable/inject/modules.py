@@ -33,21 +33,34 @@ _FLAGS = {
 """Where torch keeps hooks, and what it notes of them under the same numbers."""
 _plans = 0
 """How many plans are on models."""
+_skips_hook_guards = True
+"""What dynamo's config says while no plan is on a model."""
 
 
-def keep_copies_clean() -> None:
-    """A plan is put on a model."""
-    global _plans
+def begin_plan() -> None:
+    """A plan is put on a model: copies are to be clean, and graphs are to be guarded by the hooks of their modules.
+
+    Dynamo leaves that guard out, so it would run the graph of a clean model for a faulty one of the same class.
+    """
+    from torch._dynamo import config
+
+    global _plans, _skips_hook_guards
+    if not _plans:
+        _skips_hook_guards = config.skip_nnmodule_hook_guards
+        config.skip_nnmodule_hook_guards = False
+        type.__setattr__(nn.Module, "__getstate__", _clean_state)
     _plans += 1
-    type.__setattr__(nn.Module, "__getstate__", _clean_state)
 
 
-def end_clean_copies() -> None:
-    """It is taken off; with the last one torch has its own function back."""
+def end_plan() -> None:
+    """It is taken off; with the last one torch has its own function and its own guards back."""
+    from torch._dynamo import config
+
     global _plans
     _plans -= 1
     if not _plans:
         type.__setattr__(nn.Module, "__getstate__", _state)
+        config.skip_nnmodule_hook_guards = _skips_hook_guards
 
 
 def _clean_state(module: nn.Module) -> dict[str, Any]:
