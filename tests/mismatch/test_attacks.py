@@ -350,7 +350,7 @@ def test_a_missing_layer_is_named():
     assert found.verdict == "DEFECT" and "holds the values of model.layers.4." in found.sentence, found.sentence
     other = pairs.engine(plant=skipped)
     found = verdict(other, other.sample(prompts(), how()))
-    assert "model.layers.3 is missing" in found.sentence, found.sentence
+    assert "layer 3 is missing" in found.sentence, found.sentence
 
 
 # ---- models of other shapes

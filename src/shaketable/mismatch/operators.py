@@ -12,7 +12,7 @@ changes values, which no single operator shows, and which rounding of a whole mo
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -202,18 +202,6 @@ def unmade(calls: Sequence[OperatorCall]) -> list[tuple[int, OperatorCall]]:
 
 def _bits(x: Tensor) -> int:
     return hash((x.double() + 0.0).contiguous().numpy().tobytes())
-
-
-def layers_of(absent: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Layers all of whose operators are absent."""
-    found = []
-    for name in absent:
-        words = name.split(".")
-        at = next((i for i, word in enumerate(words) if word.isdigit()), None)
-        layer = None if at is None else ".".join(words[: at + 1])
-        if layer and layer not in found and all(n in absent for n in names if n.startswith(f"{layer}.")):
-            found.append(layer)
-    return found
 
 
 def _with_routers(calls: Sequence[OperatorCall]) -> list[OperatorCall]:

@@ -273,7 +273,7 @@ class OperatorResults:
     wrong: list[OperatorFault]
     absent: list[str]
     """Operators of the trainer that the engine did not record."""
-    layers_absent: list[str]
+    layers_absent: list[int]
     """Layers none of whose operators ran."""
 
     @property

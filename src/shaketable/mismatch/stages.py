@@ -31,7 +31,7 @@ from shaketable.mismatch.engine import DECODE, EngineError, Rollout, RolloutEngi
 from shaketable.mismatch.floor import measure_floor
 from shaketable.mismatch.gap import measure_gap
 from shaketable.mismatch.logprobs import read
-from shaketable.mismatch.operators import Judge, layers_of
+from shaketable.mismatch.operators import Judge
 from shaketable.mismatch.results import Floor, LayerRouting, Mismatch, OperatorResults
 from shaketable.mismatch.returned import doubt, own_numbers, rounded_to
 from shaketable.mismatch.rounding import Rounding, from_returned, judge
@@ -177,10 +177,11 @@ class _Comparison:
         suspects = [self.found.gap.judged.worst[0], *(row.most for row in self.found.floor.rows if row.side == "engine")]
         chosen = _chosen(rollouts, suspects, max(self.question.recorded, fewest))
         by_interval, meter = Judge(model, engine.dtype, other_source), ShareMeter(model)
-        names: set[str] = set()
+        layer_of: dict[str, int | None] = {}
+        """By the name of every operator that the trainer has."""
         for i in chosen:
             (row,) = record_batch(model, [(rollouts[i].prompt, rollouts[i].completion)], "prefill")
-            names |= {call.name for call in row.calls if call.kind != "scale" or scale_of(model, call.name) != 1}
+            layer_of |= {c.name: c.layer for c in row.calls if c.kind != "scale" or scale_of(model, c.name) != 1}
             by_interval.leave_out(row.calls)
         changes = not torch.equal(row.logits, row.head)
         made: list[list[float]] = []
@@ -201,7 +202,7 @@ class _Comparison:
                 for name, some in calls.items():
                     phase: Phase = "decode" if name == "decode" else "prefill"
                     by_interval.judge(some, phase)
-                    absent |= names - {call.name for call in some}
+                    absent |= layer_of.keys() - {call.name for call in some}
                     if not absent:
                         by_interval.chain(some, phase)
                 if not absent:
@@ -215,8 +216,9 @@ class _Comparison:
         if "log_softmax" not in kinds:
             unchecked.append("log_softmax, from logits to the log-probability that is returned: the engine does not record it")
         tokens = sum(len(rollouts[i].tokens) for i in chosen)
-        layers = layers_of(sorted(absent), names)
-        return OperatorResults(len(chosen), tokens, kinds, by_interval.wrong(), sorted(absent), layers)
+        layers = {layer_of[name] for name in absent} - {layer for name, layer in layer_of.items() if name not in absent}
+        gone = sorted(layer for layer in layers if layer is not None)
+        return OperatorResults(len(chosen), tokens, kinds, by_interval.wrong(), sorted(absent), gone)
 
     def _rest_alike(self, chosen: Sequence[int], recorded: np.ndarray) -> bool:
         """Whether the other rollouts have a gap that rounding explains, or one like that of those that were recorded."""

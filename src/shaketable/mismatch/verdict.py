@@ -76,7 +76,7 @@ def _defect(found: Mismatch) -> tuple[str, str] | None:
         return "weights", _weights(found.weights.differing)
     if (operators := found.operators) is not None:
         if operators.layers_absent:
-            return "operators", f"the engine's {operators.layers_absent[0]} is missing: none of its operators ran"
+            return "operators", f"the engine's layer {operators.layers_absent[0]} is missing: none of its operators ran"
         if operators.wrong:
             return "operators", _operator(operators.wrong)
     for row in found.routing or ():
