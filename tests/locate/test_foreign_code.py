@@ -184,3 +184,13 @@ def test_a_plan_that_is_open_on_another_model_is_not_foreign():
     with st.inject(build("llama"), "gain:0.1@layer.1", allow_inert=True):
         diagnosis = found(build("llama"), "host", strict=True)
     assert (diagnosis.verdict, diagnosis.foreign) == ("HEALTHY", [])
+
+
+def test_a_decorator_of_transformers_around_its_own_function_is_not_foreign(monkeypatch):
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.utils.deprecation import deprecate_kwarg
+
+    decorated = deprecate_kwarg("old_name", version="99.0")(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", decorated)
+    diagnosis = found(build("llama"), "host", strict=True)
+    assert (diagnosis.verdict, diagnosis.foreign) == ("HEALTHY", [])

@@ -93,8 +93,13 @@ def _replaced_attention(model: nn.Module) -> Iterator[str]:
     for name in dict.fromkeys(str(getattr(config, "_attn_implementation", None)) for config in configs):
         for table, kind, home in tables:
             own = re.sub(r"_\d+$", "", name.rpartition("|")[2])
-            if name in table and not (_home(table[name]).startswith(home) and _name(table[name]).startswith(own)):
-                yield f"{kind}.{name}, which is from {_home(table[name])}"
+            if name not in table:
+                continue
+            code = table[name]
+            if _home(code).startswith("transformers.utils."):  # a decorator of the library around its own function
+                code = inspect.unwrap(code)
+            if not (_home(code).startswith(home) and _name(code).startswith(own)):
+                yield f"{kind}.{name}, which is from {_home(code)}"
 
 
 def _replaced_in_torch(where: str, owner: Any) -> Iterator[str]:
