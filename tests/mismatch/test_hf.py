@@ -9,14 +9,6 @@ from shaketable.mismatch.engine import Sampling
 from tests.mismatch import pairs
 
 
-def test_its_own_log_probabilities_are_those_of_its_model():
-    other = pairs.engine()
-    drawn = pairs.rollouts(other)
-    for rollout, told in zip(drawn, other.logprobs(drawn, "decode"), strict=True):
-        assert rollout.logprobs == pytest.approx(told, abs=1e-4)
-        assert len(rollout.logprobs) == len(rollout.completion)
-
-
 def test_samples_are_those_of_the_seed():
     one, two = (pairs.rollouts(pairs.engine(), pairs.sampling(seed=s)) for s in (1, 1))
     other = pairs.rollouts(pairs.engine(), pairs.sampling(seed=2))
