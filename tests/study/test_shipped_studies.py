@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from shaketable.plan import Plan
-from shaketable.study.analysis.arms import magnitudes
 from shaketable.study.cells import cells_of
 from shaketable.study.config import Guide
 from shaketable.study.file import load_study
@@ -146,8 +145,3 @@ def test_a_study_runs_and_proves_its_faults(file, tmp_path):
     assert len(found["diagnoses"]) == len(guided | set(study.diagnose.conditions))
     for diagnosis in found["diagnoses"]:
         assert diagnosis["verdict"] == "FAULT" and f"layer.{diagnosis['layer']}" in diagnosis["plan"]
-
-
-def test_the_robustness_study_draws_a_curve():
-    study = load_study(ROOT / "studies" / "checkpoint-robustness.yaml")
-    assert list(magnitudes(study.conditions).values()) == [0.0, 0.1, 0.2, 0.3]

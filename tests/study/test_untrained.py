@@ -101,12 +101,6 @@ def test_losses_are_compared_over_seeds_and_problems(found):
     assert "nats" in primary["sentence"]
 
 
-def test_order_without_a_shared_output_is_refused_before_the_first_run():
-    arms = ARMS | {"after": {"train": False, "plan": ZONE, "aqn": "constant:0.5,form=output,layers=2,order=before"}}
-    with pytest.raises(ShaketableError, match=r"arm 'after': order=before: .* acts on no output of a layer that has noise"):
-        check(untrained(arms=arms))
-
-
 def test_a_condition_called_own_is_of_untrained_arms_alone():
     with pytest.raises(ShaketableError, match="compare: trained is not scored under own"):
         untrained(arms=ARMS | {"trained": {}}, compare={"primary": {"a": "trained", "b": "clean", **LOSS}})

@@ -221,14 +221,6 @@ def test_noise_is_that_of_the_first_run_and_a_guided_arm_names_its_guide(tmp_pat
     assert shown["layers"][0] == {"layer": 0, "results": {"replay": "pass"}, "statistics": statistics}
 
 
-def test_every_arm_is_compared_with_the_one_that_is_named_under_every_condition(tmp_path):
-    asked = two_arms(compare={"primary": {"a": "better", "b": "as it comes", "condition": "noise"}, "against": "as it comes"})
-    written(tmp_path, asked, plain)
-    told = findings(asked, tmp_path)["comparisons"]
-    assert [(c["condition"], c["primary"]) for c in told] == [("noise", True), ("clean", False), ("faulty", False)]
-    assert told[0]["p_holm"] == told[0]["p"]
-
-
 # ---- a single run
 
 
