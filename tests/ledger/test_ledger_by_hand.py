@@ -6,7 +6,7 @@ import pytest
 
 from shaketable.errors import InertError
 from shaketable.ledger.ledger import Ledger, Measured, SiteLedger, Spot
-from shaketable.ledger.table import ledger_table, remarks
+from shaketable.ledger.table import remarks
 
 
 def clause(*spots, site="layer.0", fault="gain:1", asked=1.0, **more):
@@ -135,17 +135,6 @@ def test_ledgers_of_other_plans_or_schemas_are_refused_by_name():
 
 
 # ---- the table
-
-
-def test_the_text_is_as_wide_as_a_page_whatever_the_terminal_and_loses_nothing_of_a_plan(monkeypatch):
-    names = [f"name_{i}" for i in range(40)]
-    for columns in ("20", "300"):
-        monkeypatch.setenv("COLUMNS", columns)
-        text = ledger_table(ledger(clause(read(1.0), site=f"module.{'+'.join(names)}"), clause(site="op.silu")))
-        table, remark = text.split("\n  ! ")
-        assert 90 < max(map(len, table.splitlines())) <= 110 and table == table.rstrip() and "\x1b" not in text
-        assert "+".join(names) in "".join(table.split()), "a long plan goes on in the next lines"
-        assert remark == "gain:1@op.silu matched 0 spots and never fired"
 
 
 def test_remarks_come_in_one_order():
