@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 SCHEMA = 5
@@ -20,7 +19,7 @@ def as_json(value: Any) -> Any:
     """A result as JSON writes it, with null for a number that is not finite."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in dataclasses.fields(value)]
-        names += [n for kind in type(value).__mro__ for n, v in vars(kind).items() if isinstance(v, property | cached_property)]
+        names += [n for kind in type(value).__mro__ for n, v in vars(kind).items() if isinstance(v, property)]
         return {name: as_json(getattr(value, name)) for name in names}
     if isinstance(value, dict):
         return {str(key): as_json(one) for key, one in value.items()}
