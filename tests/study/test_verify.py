@@ -109,9 +109,16 @@ def test_no_head_of_a_record_hides_the_others(store, key, value):
 
 
 @pytest.mark.parametrize(
-    "event", ['{"event": ["x"]}', '{"event": "step", "step": "3"}', '{"event": "resumed"}', '{"event": 5}']
+    ("event", "status"),
+    [
+        ('{"event": ["x"]}', "damaged"),
+        ('{"event": "resumed"}', "damaged"),
+        ('{"event": 5}', "damaged"),
+        ('{"event": "warning", "time": "x"}', "partial"),
+        ('{"event": "added"}', "partial"),
+    ],
 )
-def test_no_event_of_a_record_hides_the_others(store, event):
+def test_no_event_of_a_record_hides_the_others(store, event, status):
     folder = store / "small" / "runs" / "made-up"
     record = RunRecord.create(folder, "train", {}, {})
     record.append("step", step=1)
@@ -119,7 +126,7 @@ def test_no_event_of_a_record_hides_the_others(store, event):
     with (folder / FILE).open("ab") as file:
         file.write(linked(event.encode(), link(before, event.encode())))
     found = {run["folder"]: run for run in listed(store)["runs"]}
-    assert found["small/runs/made-up"]["status"] == "damaged"
+    assert found["small/runs/made-up"]["status"] == status
     assert sum(run["status"] == "done" for run in found.values()) == 4
 
 

@@ -98,7 +98,7 @@ class Run:
     def facts(self, folder: str) -> RunFacts:
         """The run as tables have it; `folder` is its place as a reader sees it."""
         times = [e["time"] for e in self.events if isinstance(e.get("time"), int | float)]
-        added = [f"made elsewhere: {e['how']}, {e['path']}" for e in self.of_kind("added")]
+        added = [f"made elsewhere: {e.get('how')}, {e.get('path')}" for e in self.of_kind("added")]
         return RunFacts(
             name=self.name,
             kind=self.kind,
@@ -118,7 +118,7 @@ class Run:
             resumed=len(self.of_kind("resumed")),
             seconds=times[-1] - times[0] if len(times) > 1 and times == sorted(times) else None,  # no clock that was set back
             error=self.error,
-            warnings=(*added, *(e["text"] for e in self.of_kind("warning"))),
+            warnings=(*added, *(str(e.get("text")) for e in self.of_kind("warning"))),
         )
 
     def of_kind(self, kind: str) -> list[Event]:
