@@ -1,7 +1,6 @@
 """AQN on models: which weights, when, how much, and never anywhere else. Names with a number are failures of the origin."""
 
 import copy
-import io
 import random
 import re
 
@@ -31,6 +30,12 @@ def watch(model, name):
     seen = []
     model.get_submodule(name).register_forward_pre_hook(lambda m, _: seen.append(m.weight.detach().clone()))
     return seen
+
+
+def layers_hit(noise):
+    """The decoder layers in which the noise has a place, by the ledger."""
+    layers = {spot.layer for site in noise.ledger.sites for spot in site.spots.values()}
+    return tuple(sorted(layers - {None}))
 
 
 def llama(**shape):
@@ -76,27 +81,15 @@ def test_origin_01_norms_of_another_library_are_hit():
         with st.phase("rollout"):
             assert not torch.equal(model(torch.ones(1, 8)), clean)
     assert len(noise.modules_hit) == noise.ledger.forward == 4
-    assert noise.layers_hit == (0, 1, 2)
+    assert layers_hit(noise) == (0, 1, 2)
 
 
-@pytest.mark.parametrize(("make", "layers", "norms"), [("Qwen2", 28, 57), ("Llama", 30, 61)])
-def test_every_rmsnorm_of_a_dense_model_is_hit(make, layers, norms):
-    import transformers
-
-    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = getattr(transformers, f"{make}Config")(num_hidden_layers=layers, **shape)
-    model = getattr(transformers, f"{make}ForCausalLM")(config).eval()
+def test_every_rmsnorm_of_a_dense_model_is_hit():
+    model = llama(num_hidden_layers=30)
     with st.AQN(ON).attach(model, 10) as noise:
         sample(model)
-    assert len(noise.modules_hit) == noise.ledger.forward == norms
-    assert noise.layers_hit == tuple(range(layers))
-
-
-def test_origin_10_gate_proj_does_not_make_a_model_a_mixture_of_experts(tiny_llama):
-    assert any(name.endswith("gate_proj") for name, _ in tiny_llama.named_modules())
-    noise = st.AQN(ON).attach(tiny_llama, 10)
-    assert any("input_layernorm" in name for name in noise.modules_hit)
-    assert "model.norm:weight" in noise.modules_hit
+    assert len(noise.modules_hit) == noise.ledger.forward == 61
+    assert layers_hit(noise) == tuple(range(30))
 
 
 @pytest.mark.parametrize("more", [{}, {"multipliers": {1: 2.0}}, {"layers": [0, 1]}, {"roles": ("rmsnorm", "linear")}])
@@ -111,20 +104,6 @@ def test_origin_23_a_mixture_of_experts_has_noise_on_one_norm_and_none_on_router
     assert names and all(name.endswith("post_attention_layernorm:weight") for name in names)
     assert not any(re.search(r"mlp\.gate\b|router|lm_head", name) for name in noise.modules_hit)
     assert ("linear" in more.get("roles", ())) == any("proj" in name for name in noise.modules_hit)
-
-
-def test_origin_13_a_wrapped_model_is_hit_once(tiny_llama):
-    from peft import LoraConfig, get_peft_model
-
-    with st.AQN(ON).attach(tiny_llama, 10) as bare:
-        plain = sample(tiny_llama)
-    model = get_peft_model(tiny_llama, LoraConfig(target_modules=["q_proj"], r=2)).eval()
-    with st.AQN(ON).attach(model, 10) as wrapped:
-        seen = watch(model, "base_model.model.model.layers.1.input_layernorm")
-        assert torch.allclose(sample(model), plain, atol=1e-5)
-    assert wrapped.modules_hit == bare.modules_hit
-    assert len(seen) == 4 and all(torch.equal(seen[0], w) for w in seen)
-    assert wrapped.ledger.sites[0].magnitude == pytest.approx(0.05, rel=0.2)
 
 
 def test_origin_22_merged_and_unmerged_adapters_have_the_same_noise(tiny_llama):
@@ -165,7 +144,7 @@ def test_chosen_layers_and_multipliers(tiny_llama):
     aqn = st.AQN(st.Constant(0.04), layers=[1, 3], multipliers={3: 2.5}, roles=("linear",))
     with aqn.attach(tiny_llama, 10) as noise:
         sample(tiny_llama)
-    assert noise.layers_hit == (1, 3)
+    assert layers_hit(noise) == (1, 3)
     assert noise.sigmas == pytest.approx({1: 0.04, 3: 0.1})
     for site, asked in zip(noise.ledger.sites, (0.04, 0.1), strict=True):
         assert site.matched == 7
@@ -267,34 +246,6 @@ def test_origin_05_an_evaluation_that_samples_is_clean(tiny_llama):
         assert noise.ledger.forward == fires
 
 
-def test_origin_21_noise_does_not_accumulate(tiny_llama):
-    weights = copy.deepcopy(tiny_llama.state_dict())
-    with st.AQN(ON).attach(tiny_llama, 100) as noise:
-        seen = watch(tiny_llama, "model.norm")
-        for step in range(30):
-            noise.step = step
-            sample(tiny_llama)
-    off = [float((w - 1).std()) for w in seen[::4]]
-    assert max(off) < 0.09 and sum(off[-10:]) < 1.3 * sum(off[:10])
-    assert all(torch.equal(v, weights[k]) for k, v in tiny_llama.state_dict().items())
-
-
-def test_a_checkpoint_saved_during_a_rollout_is_clean(tiny_llama):
-    from transformers import StoppingCriteriaList
-
-    weights, files = copy.deepcopy(tiny_llama.state_dict()), []
-
-    def save(*_, **__):
-        files.append(io.BytesIO())
-        torch.save(tiny_llama.state_dict(), files[-1])
-        return torch.zeros(1, dtype=torch.bool)
-
-    with st.AQN(ON).attach(tiny_llama, 10):
-        sample(tiny_llama, stopping_criteria=StoppingCriteriaList([save]))
-    files[-1].seek(0)
-    assert all(torch.equal(v, weights[k]) for k, v in torch.load(files[-1], weights_only=True).items())
-
-
 @pytest.mark.parametrize("form", ["weight", "output"])
 def test_off_is_off(tiny_llama, form):
     before = [(type(m), set(m.__dict__)) for m in tiny_llama.modules()]
@@ -314,16 +265,6 @@ def test_off_is_off(tiny_llama, form):
     assert all(torch.equal(v, weights[k]) for k, v in tiny_llama.state_dict().items())
     assert [(type(m), set(m.__dict__)) for m in tiny_llama.modules()] == before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in tiny_llama.modules())
-
-
-def test_a_rollout_that_raises_leaves_nothing(tiny_llama):
-    clean, before = sample(tiny_llama), [type(m) for m in tiny_llama.modules()]
-    with pytest.raises(ZeroDivisionError), st.AQN(ON).attach(tiny_llama, 10):
-        tiny_llama.model.norm.register_forward_hook(lambda *_: 1 / 0)
-        sample(tiny_llama)
-    tiny_llama.model.norm._forward_hooks.clear()
-    assert torch.equal(sample(tiny_llama), clean)
-    assert [type(m) for m in tiny_llama.modules()] == before
 
 
 @pytest.mark.parametrize("form", ["weight", "output"])
@@ -386,23 +327,6 @@ def test_noise_that_rounds_away_is_an_error():
     model = llama().to(torch.bfloat16)
     with pytest.raises(st.InertError, match="changed no value"), st.AQN(st.Constant(1e-5)).attach(model, 10):
         sample(model)
-
-
-def test_steps_whose_noise_rounds_away_are_named():
-    model = llama().to(torch.bfloat16)
-    with st.AQN(st.GlobalDecay(0.05, 0.0005, stages=3)).attach(model, 6) as noise:
-        for step in range(6):
-            noise.step = step
-            sample(model)
-            assert noise.ledger
-            sample(model)
-    assert noise.lost_steps == (4, 5)
-    exact = llama()
-    with st.AQN(st.GlobalDecay(0.05, 0.0005, stages=3)).attach(exact, 6) as noise:
-        for step in range(6):
-            noise.step = step
-            sample(exact)
-    assert noise.lost_steps == ()
 
 
 def test_the_guide_runs(capsys):

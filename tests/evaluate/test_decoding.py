@@ -49,16 +49,7 @@ def test_greedy_is_what_transformers_generates(nano, prompts):
     assert len({len(c.tokens) for c in found}) > 1, "rows end at different steps, and results keep their order"
 
 
-def test_greedy_is_what_transformers_generates_with_a_chat_model():
-    model, tokenizer = load_model("smollm2-135m", dtype="float32")
-    asked = ["What is 2+3?", "Name a colour.", "Write one short sentence about the sea and the moon."]
-    chats = [[{"role": "user", "content": text}] for text in asked]
-    ids = [list(tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"]) for c in chats]
-    found = Decoder.of(model, tokenizer, 8).decode(model, ids)
-    assert [c.tokens for c in found] == [generated(model, tokenizer, p, 8) for p in ids]
-
-
-@pytest.mark.parametrize("plan", [None, "truncation:4@module.linear", "mxfp4@module.linear,point=weight"])
+@pytest.mark.parametrize("plan", [None, "truncation:4@module.linear"])
 def test_the_batch_size_changes_no_token(nano, prompts, plan):
     model, tokenizer = nano
     decoder = Decoder.of(model, tokenizer, 12)
@@ -81,7 +72,7 @@ def test_the_batch_size_changes_no_token(nano, prompts, plan):
     assert (clean == alone) == (plan is None), "the fault was there"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", [0.0, 1.7])
 def test_log_probabilities_are_those_of_a_forward_over_the_whole_text(nano, prompts, temperature):
     model, tokenizer = nano
     decoder = Decoder.of(model, tokenizer, 12, temperature)

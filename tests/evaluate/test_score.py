@@ -8,7 +8,7 @@ from scipy.stats import binomtest
 from torch.nn.functional import kl_div
 
 import shaketable as st
-from shaketable.errors import InertError, NoMatchError, ShaketableError
+from shaketable.errors import InertError, ShaketableError
 from shaketable.evaluate.reading import pair_logits, read_pairs
 from shaketable.evaluate.score import Condition, Evaluator, answer_tokens, prompt_tokens
 from shaketable.evaluate.tasks import Problem, load_task, sample
@@ -67,14 +67,6 @@ def test_faults_change_the_answers_and_their_seed_decides_how(evaluator):
     assert evaluator.score(Condition("clean")).completions == clean.completions, "and nothing stays"
 
 
-@pytest.mark.parametrize("phases", ["rollout", "train", "rollout+train", "eval"])
-def test_a_condition_acts_whatever_phases_its_plan_names(evaluator, phases):
-    named, bare = under(f"{NOISE},phase={phases}"), under(NOISE)
-    assert named == bare
-    assert named.plan.clauses[0].site.phase == ()
-    assert evaluator.score(named).ledger.forward > 0
-
-
 @pytest.mark.parametrize("kind", ["plan", "aqn"])
 def test_origin_05_nothing_meant_for_rollouts_or_training_leaks_into_a_score(evaluator, nano, kind):
     clean = evaluator.score(Condition("clean")).completions
@@ -102,14 +94,6 @@ def test_a_plan_that_changes_nothing_is_an_error_and_never_a_score(evaluator):
         evaluator.score(under("relative_gaussian:0.1@op.matmul,direction=backward"))
 
 
-class StopError(Exception):
-    pass
-
-
-def stop(*_):
-    raise StopError
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_the_training_flag_is_left_as_it_was_on_every_way_out(evaluator, nano, training):
     model = nano[0].train(training)
@@ -118,15 +102,9 @@ def test_the_training_flag_is_left_as_it_was_on_every_way_out(evaluator, nano, t
     evaluator.score(Condition("clean"))
     handle.remove()
     assert set(seen) == {(False, "eval")} and model.training is training
-    for condition, error in (
-        (under("saturation:1e9,scope=absolute@layer.3"), InertError),
-        (under("gain:0.1@layer.99"), NoMatchError),
-    ):
+    inert = under("saturation:1e9,scope=absolute@layer.3")
+    for condition, stop, error in ((inert, None, InertError), (under(NOISE), lambda *_: 1 / 0, ZeroDivisionError)):
         with pytest.raises(error):
-            evaluator.score(condition)
-        assert model.training is training
-    for condition in (Condition("clean"), under(NOISE)):
-        with pytest.raises(StopError):
             evaluator.score(condition, stop)
         assert model.training is training
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), "and no hook is left"
@@ -161,17 +139,16 @@ def oracle(model, texts, plan):
     return total / count, same / count, count
 
 
-@pytest.mark.parametrize("text", ["truncation:2@module.linear", "gain:0.3@layer.2,phase=rollout", "gain:1e-3@layer.2"])
+@pytest.mark.parametrize("text", ["truncation:2@module.linear", "gain:0.3@layer.2,phase=rollout"])
 @pytest.mark.parametrize("size", [1, 16])
 def test_drift_is_kl_and_agreement_with_the_clean_model_on_the_completions(nano, evaluator, text, size):
     done = [c.tokens for c in evaluator.score(Condition("clean")).completions[:12]]
     evaluator.batch_size = size
-    found, ledger = evaluator.drift(done, Plan.parse(text))
+    found = evaluator.drift(done, Plan.parse(text))
     texts = list(zip(evaluator.prompts, done, strict=False))
     kl, agreement, tokens = oracle(nano[0], texts, text.partition(",phase")[0])
-    assert found.kl == pytest.approx(kl, rel=2e-3, abs=1e-6) and kl > 0
-    assert (found.agreement, found.tokens) == (pytest.approx(agreement), tokens)
-    assert ledger.forward > 0
+    assert found["kl"] == pytest.approx(kl, rel=2e-3, abs=1e-6) and kl > 0
+    assert (found["agreement"], found["tokens"]) == (pytest.approx(agreement), tokens)
 
 
 # ---- the loss of given tokens, and texts

@@ -3,7 +3,6 @@
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.harden.results import interval_end
 from tests.harden.small_runs import small
 
 
@@ -33,9 +32,3 @@ def test_a_published_record_is_read_and_its_removed_stages_are_not_run():
     with pytest.raises(ShaketableError, match="the stage calibrate was removed"):
         config.stages  # noqa: B018
     assert small(rungs=("supervise", "distil", "supervise")).stages == ("distil", "supervise")
-
-
-@pytest.mark.parametrize(("low", "high", "shown"), [(None, None, ("−∞", "∞")), (-0.031, 0.62, ("−3%", "62%"))])
-def test_an_end_that_is_not_finite_has_its_sign(low, high, shown):
-    share = {"share": 0.5, "interval": {"low": low, "high": high}}
-    assert (interval_end(share, "low"), interval_end(share, "high")) == shown

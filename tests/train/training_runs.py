@@ -16,9 +16,9 @@ def small(**fields):
     return TrainConfig.checked(**SMALL | fields)
 
 
-def prepared(folder, tell=None, **fields):
+def prepared(folder, tell=None, loaded=None, **fields):
     config = small(**fields)
-    return Training(config, RunRecord.create(folder, "train", config.model_dump(mode="json"), {}), tell)
+    return Training(config, RunRecord.create(folder, "train", config.model_dump(mode="json"), {}), tell, loaded=loaded)
 
 
 def trained(folder, tell=None, **fields):

@@ -27,7 +27,7 @@ from shaketable.faults import make_fault
 from shaketable.inject.attach import put_behind, refuse
 from shaketable.inject.injection import Injection
 from shaketable.layer_ranges import Layers
-from shaketable.ledger.ledger import Ledger, SiteLedger
+from shaketable.ledger.ledger import Ledger
 from shaketable.plan import Clause, Plan, Site
 from shaketable.sites.match import targets
 from shaketable.sites.structure import Anatomy
@@ -129,8 +129,6 @@ class AttachedAQN:
         self._forced: float | None = None
         self._asked = [0.0] * len(self._groups)
         self._measured = [0] * len(self._groups)
-        self._lost: dict[int, bool] = {}
-        self._seen = (0, 0)
         self._settling = RLock()
         """A report may be asked for by another thread while the step moves."""
         self._follow()
@@ -197,24 +195,14 @@ class AttachedAQN:
             self.injection.set_magnitude(self._now(i), i)
 
     def _settle(self) -> None:
-        """Bring `asked` up to date with the draws since the last change of σ, and see whether they changed anything."""
+        """Bring `asked` up to date with the draws since the last change of σ."""
         with self._settling:
-            sites = self.injection.ledger.sites  # asks every GPU: once is enough
-            self._look_for_loss(sites)
-            for i, site in enumerate(sites):
+            for i, site in enumerate(self.injection.ledger.sites):  # asks every GPU: once is enough
                 measured = site.measured().magnitudes
                 self._asked[i] += (measured - self._measured[i]) * self._now(i)
                 self._measured[i] = measured
                 if measured:
                     site.asked = self._asked[i] / measured
-
-    def _look_for_loss(self, sites: list[SiteLedger]) -> None:
-        spots = [spot for site in sites for spot in site.spots.values()]
-        fires = sum(spot.forward.fires + spot.backward.fires for spot in spots)
-        changed = sum(spot.forward.changed + spot.backward.changed for spot in spots)
-        if fires > self._seen[0]:
-            self._lost[self.step] = self._lost.get(self.step, True) and changed == self._seen[1]
-        self._seen = fires, changed
 
     # ---- what happened
 
@@ -225,12 +213,6 @@ class AttachedAQN:
         return self.injection.ledger
 
     @property
-    def lost_steps(self) -> tuple[int, ...]:
-        """Steps at which σ was above 0 and rounding left every weight as it was: bfloat16 is coarse."""
-        self._settle()
-        return tuple(step for step, lost in self._lost.items() if lost)
-
-    @property
     def rollouts(self) -> int:
         """How many rollouts the model took part in."""
         return self.injection.rollouts.total
@@ -239,12 +221,6 @@ class AttachedAQN:
     def modules_hit(self) -> tuple[str, ...]:
         """The weights, or layers, that the noise acts on."""
         return tuple(name for site in self.injection.ledger.sites for name in site.spots)
-
-    @property
-    def layers_hit(self) -> tuple[int, ...]:
-        """The decoder layers that the noise acts on."""
-        spots = (spot for site in self.injection.ledger.sites for spot in site.spots.values())
-        return tuple(sorted({spot.layer for spot in spots if spot.layer is not None}))
 
     def inert(self, *, trained: bool = False) -> list[str]:
         """One line for each group of layers that should have had noise by now and had none, as far as that is known.

@@ -10,8 +10,7 @@ counts as low gain, once: the gain itself does not see a dead zone of 0.01 where
 The median is taken over finite values. An infinite value compares as infinity; NaN matches no rule. A median
 of zero or less gives no scale, and its rules are left out, with a note.
 
-The origin's scans (`gain`, `kurtosis`, `instability`, each of layers to numbers) are read as a diagnosis whose verdict is
-INCONCLUSIVE, unless they name a `detected_layer`. Several diagnoses of one model are averaged.
+The origin's scans are read as a diagnosis whose verdict is INCONCLUSIVE, unless they name a `detected_layer`.
 """
 
 from __future__ import annotations

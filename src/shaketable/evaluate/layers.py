@@ -1,19 +1,7 @@
 """Decoder layer by decoder layer: activations and gradients under a fault, and a model that skips some of its layers.
 
-`mechanism` reads (prompt, completion) pairs with teacher forcing, forward and backward, clean or under a plan. Per layer,
-over every token that is not padding:
-
-    rms          of the layer's output as the next layer sees it. Of all values: one that is not finite shows.
-    kurtosis     m4 / m2² − 3 of the finite values of that output.
-    zeros        share of that output which is exactly 0.
-    survival     of the values not 0 when the layer had computed them, the share that is not 0 when the next layer reads them.
-    survival_inside   the same over all that the plan hit going forward in this layer, from the ledger; None without a fire.
-    grad_norm    L2 norm of the mean loss's gradient by the layer's trained parameters; None if none is.
-
-Two kinds of survival, because a layer returns a residual stream: the sum fills up what a dead zone takes out of a product
-inside the layer, so `survival` is 1 unless the output itself is hit.
-
-Gradients come from `torch.autograd.grad`, which leaves every `.grad` alone.
+`mechanism` reads (prompt, completion) pairs with teacher forcing, forward and backward, clean or under a plan, over every token
+that is not padding. Gradients come from `torch.autograd.grad`, which leaves every `.grad` alone.
 
 A skipped layer hands on its input: of h + f(h) the h is left. It stays in the list, so that all others keep their numbers and
 a plan means the same layers; faults of layers that are not run are dropped (`without`).
@@ -51,15 +39,21 @@ PAIRS = 32
 
 @dataclass(frozen=True)
 class LayerReading:
-    """One decoder layer; the module's docstring defines the numbers."""
+    """One decoder layer. Its output is a residual stream: the sum fills up what a dead zone takes out of a product inside."""
 
     layer: int
     rms: float
+    """Of the output as the next layer sees it; of all values, so that one that is not finite shows."""
     kurtosis: float
+    """m4 / m2² − 3 of the finite values of that output."""
     zeros: float
+    """Share of that output which is exactly 0."""
     survival: float
+    """Of the values not 0 when the layer had computed them, the share that is not 0 when the next layer reads them."""
     survival_inside: float | None
+    """The same over all that the plan hit going forward in this layer, from the ledger; None without a fire."""
     grad_norm: float | None
+    """L2 norm of the mean loss's gradient by the layer's trained parameters; None if none is."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +66,6 @@ class Mechanism:
     """Tokens of the completions."""
     layers: list[LayerReading]
     """In order; empty for a model without decoder layers."""
-    outside_grad_norm: float | None
-    """Gradient norm of the trained parameters outside of the decoder layers; None if there are none."""
     ledger: dict[str, Any] | None
     """The proof that the plan acted; None without a plan."""
 
@@ -84,15 +76,11 @@ class Mechanism:
 
 
 def mechanism(model: Any, sequences: Sequence[Pair], plan: Plan | None, *, pad: int) -> Mechanism:
-    """Read (prompt, completion) pairs of tokens in one batch, forward and backward, and leave the model as it was.
+    """Read (prompt, completion) pairs of tokens in one batch, forward and backward, with a model in eval mode.
 
     Raises:
         InertError: A clause of the plan never fired or changed nothing.
     """
-    if not all(len(prompt) for prompt, _ in sequences):
-        raise ShaketableError("a prompt has no tokens: there is nothing to continue")
-    if not any(len(completion) for _, completion in sequences):
-        raise ShaketableError("no completion has a token: there is no loss to read")
     pairs = sorted(sequences, key=lambda pair: -len(pair[0]) - len(pair[1]))
     sizes = torch.tensor([[len(prompt) + len(completion)] for prompt, completion in pairs])
     real = torch.arange(int(sizes.max())) < sizes  # rows are padded on the right
@@ -109,7 +97,6 @@ def mechanism(model: Any, sequences: Sequence[Pair], plan: Plan | None, *, pad: 
     trained = [p for p in model.parameters() if p.requires_grad]
     faults = nullcontext() if plan is None else inject(model, in_phases(plan, ()))
     with (
-        _in_eval(model),
         phase("eval"),
         torch.enable_grad(),
         _outputs(layers, note),  # before the plan's own hooks: hooks run in the order they were set
@@ -131,21 +118,7 @@ def mechanism(model: Any, sequences: Sequence[Pair], plan: Plan | None, *, pad: 
         )
         for i, layer in enumerate(layers)
     ]
-    inside = {p for layer in layers for p in layer.parameters()}
-    outside = _norm((p for p in model.parameters() if p not in inside), gradients)
-    return Mechanism(loss.item(), len(wanted), readings, outside, None if ledger is None else ledger.to_dict())
-
-
-@contextmanager
-def _in_eval(model: nn.Module) -> Iterator[None]:
-    """Eval mode; afterwards every module has its own flag again, for they need not agree."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
+    return Mechanism(loss.item(), len(wanted), readings, None if ledger is None else ledger.to_dict())
 
 
 @contextmanager
@@ -194,7 +167,8 @@ def readings(evaluator: Evaluator, done: Sequence[Evaluation]) -> list[dict[str,
     pairs = [(p, c.tokens) for p, c in zip(evaluator.prompts, clean, strict=True) if c.tokens][:PAIRS]
     if not pairs:
         return []
-    found = []
+    found, was_training = [], evaluator.model.training
+    evaluator.model.eval()
     for evaluation in done:
         plan = evaluation.condition.plan
         try:
@@ -202,6 +176,7 @@ def readings(evaluator: Evaluator, done: Sequence[Evaluation]) -> list[dict[str,
         except InertError as error:  # a rare fault that hit in the scores, which prove it, and not in these few answers
             read = {"loss": None, "layers": [], "note": str(error)}
         found.append({"condition": evaluation.condition.name, **read})
+    evaluator.model.train(was_training)
     return found
 
 

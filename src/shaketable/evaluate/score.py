@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -228,17 +228,19 @@ class Evaluator:
         answers = [Answer(p.id, "", r.foreseen / r.tokens, True, r.loss / r.tokens) for p, r in rows]
         return answers, [Completion(rest, []) for rest in self.rest], found
 
-    def drift(self, completions: Sequence[Sequence[int]], plan: Plan, *, check: bool = True) -> tuple[Drift, Ledger]:
-        """KL(clean‖faulty) and agreement on completions of the first problems.
+    def drift(self, completions: Sequence[Sequence[int]], plan: Plan) -> dict[str, Any]:
+        """KL(clean‖faulty) per token, in nats, and top-1 agreement on completions of the first problems.
 
-        `check=False` accepts a plan that changes nothing on these tokens, for callers who have proof of it from others.
+        A plan that changes nothing on these few tokens is accepted: callers have proof of it from their scores.
         """
         pairs: list[Pair] = list(zip(self.prompts, completions, strict=False))
         size = min(self.batch_size, reading_batch(self.model, [[*p, *c] for p, c in pairs]))
-        with phase("eval"), injected(self.model, in_phases(plan, ()), on=False, check=check) as injection:
+        with phase("eval"), injected(self.model, in_phases(plan, ()), on=False, check=False) as injection:
             assert injection is not None
             found = read_pairs(pairs, size, partial(self._faulty_logits, injection), self._logits)
-        return Drift.of(found), injection.ledger
+        tokens = sum(r.tokens for r in found)
+        kl, agree = sum(r.kl for r in found), sum(r.agree for r in found)
+        return {"kl": finite(kl / tokens), "agreement": agree / tokens, "tokens": tokens}
 
     def _logits(self, pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
         return pair_logits(self.model, pairs, self.decoder.pad)
@@ -267,24 +269,6 @@ def injected(
         injection.close(check=False)
         raise
     injection.close(check=check)
-
-
-@dataclass(frozen=True)
-class Drift:
-    """How far a faulty model is from the clean one on the same tokens."""
-
-    kl: float
-    """Mean KL(clean‖faulty), in nats per token."""
-    agreement: float
-    """Share of tokens whose most likely successor is the same."""
-    tokens: int
-
-    @classmethod
-    def of(cls, readings: Iterable[Reading]) -> Drift:
-        """Over all tokens."""
-        rows = list(readings)
-        tokens = sum(r.tokens for r in rows)
-        return cls(sum(r.kl for r in rows) / tokens, sum(r.agree for r in rows) / tokens, tokens)
 
 
 def check_context(name: str, prompts: Sequence[Sequence[int]], limit: int, context: int | None) -> None:

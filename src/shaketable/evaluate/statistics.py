@@ -1,17 +1,7 @@
 """Intervals, tests, power and recovered shares for scores on problems and seeds.
 
 Scores are fractions from 0 to 1 and the unit is the problem; a problem scored under several noise seeds counts once, by its
-mean.
-
-| scores | test | interval |
-|---|---|---|
-| one rate | none | Wilson |
-| two conditions, one seed, 0/1 | exact McNemar | t on the differences, two pseudo-problems |
-| two conditions, several noise seeds | sign-flip permutation over problems | the same |
-| two trained arms, several training seeds | t on seeds × problems, crossed (`MeanSquares`) | the same t |
-| a recovered share | Fieller's set: the test of the difference, inverted | the same |
-
-`docs/statistics.md` says what each assumes and how well it covers in simulations.
+mean. `docs/statistics.md` says what each test assumes and how well its interval covers in simulations.
 """
 
 from __future__ import annotations
@@ -198,71 +188,37 @@ def sign_flip(differences: ArrayLike, *, seed: int = 0, resamples: int = 9999) -
 
 
 def over_seeds(a: ArrayLike, b: ArrayLike, *, level: float = LEVEL) -> Comparison:
-    """Two trained arms, each trained with several seeds.
-
-    Tables of equal height are paired by row (training seed). Of unequal height: Welch's test on the means of the runs, which
-    takes these problems as given; so does one column of means, (seeds, 1). One run in either arm: `paired` over problems.
+    """Two arms, each trained with the same seeds; of one seed, or without any spread, `paired` over problems.
 
     Args:
         a: Scores (training seeds, problems), from 0 to 1.
-        b: The same problems in the same order.
+        b: The same seeds and problems in the same order.
         level: Of the test that `detectable` speaks of; the interval is one of 95 %.
     """
     first, second = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    if first.shape[1] != second.shape[1]:
-        raise ShaketableError(f"the arms answer different problems: {first.shape[1]} and {second.shape[1]} columns")
-    if min(len(first), len(second)) == 1:
-        return replace(paired(first.T, second.T, level=level), note=ONE_RUN)
-    if len(first) != len(second):
-        return _welch(first, second, level)
-    return _crossed(first, second, level)
-
-
-def _crossed(a: Array, b: Array, level: float) -> Comparison:
-    d = _rounded(b - a)
+    if first.shape != second.shape:
+        raise ShaketableError(f"the arms have other seeds or problems: {first.shape} and {second.shape}")
+    d = _rounded(second - first)
     seeds, n = d.shape
-    if np.ptp(d) == 0:
-        return _no_spread(a, b, level)
-    if n == 1:
-        se, freedom = float(d.std(ddof=1)) / math.sqrt(seeds), float(seeds - 1)
-        method, over = "paired t over training seeds; these problems taken as given", f"paired over {seeds} training seeds"
-    else:
-        squares = MeanSquares.of(d)
-        se, freedom = math.sqrt(squares.variance), squares.freedom
-        method = f"crossed random effects of seeds and problems, t with {freedom:.3g} degrees of freedom"
-        over = f"paired over {seeds} training seeds × {n} problems"
-    return _by_t(float(d.mean()), se, freedom, method, over, n, (seeds, seeds), level)
-
-
-def _welch(a: Array, b: Array, level: float) -> Comparison:
-    runs = _rounded(a.mean(1)), _rounded(b.mean(1))
-    if all(np.ptp(r) == 0 for r in runs):
-        return _no_spread(a, b, level)
-    parts = [float(r.var(ddof=1)) / len(r) for r in runs]
-    freedom = sum(parts) ** 2 / sum(v**2 / (len(r) - 1) for v, r in zip(parts, runs, strict=True))
-    seeds = len(a), len(b)
-    over = f"unpaired over {seeds[0]} and {seeds[1]} training seeds"
-    method = f"Welch's t over the means of the runs, {freedom:.3g} degrees of freedom; these problems taken as given"
-    difference = float(runs[1].mean() - runs[0].mean())
-    return _by_t(difference, math.sqrt(sum(parts)), freedom, method, over, a.shape[1], seeds, level)
-
-
-def _by_t(
-    difference: float, se: float, freedom: float, method: str, over: str, n: int, seeds: tuple[int, int], level: float
-) -> Comparison:
+    if seeds == 1:
+        return replace(paired(first.T, second.T, level=level), note=ONE_RUN)
+    if n == 1 or np.ptp(d) == 0:
+        found = paired(first.T, second.T, level=level)
+        return replace(found, method=f"no spread between the training seeds, so over problems: {found.method}")
+    squares, difference = MeanSquares.of(d), float(d.mean())
+    se, freedom = math.sqrt(squares.variance), squares.freedom
     p = 2 * float(stats.t.sf(abs(difference) / se, freedom))
     half = se * float(stats.t.ppf((1 + LEVEL) / 2, freedom))
-    interval = Interval(max(difference - half, -1.0), min(difference + half, 1.0))
-    return Comparison(difference, interval, p, method, over, t_detectable(se, freedom, level=level), n, seeds)
-
-
-def _no_spread(a: Array, b: Array, level: float) -> Comparison:
-    """No spread to divide by. The units are the problems, or, where there is one column of means, the training seeds."""
-    by_seed = a.shape == b.shape and a.shape[1] == 1
-    found = paired(a[:, 0], b[:, 0], level=level) if by_seed else paired(a.T, b.T, level=level)
-    unit, over = ("training seeds", f"paired over {len(a)} training seeds") if by_seed else ("problems", found.over)
-    method = f"no spread between the training seeds, so over {unit}: {found.method}"
-    return replace(found, method=method, over=over, problems=a.shape[1], seeds=(len(a), len(b)))
+    return Comparison(
+        difference,
+        Interval(max(difference - half, -1.0), min(difference + half, 1.0)),
+        p,
+        f"crossed random effects of seeds and problems, t with {freedom:.3g} degrees of freedom",
+        f"paired over {seeds} training seeds × {n} problems",
+        t_detectable(se, freedom, level=level),
+        n,
+        (seeds, seeds),
+    )
 
 
 def _over(n: int, seeds: tuple[int, int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from shaketable.harden.config import HardenConfig
 from shaketable.records.record import RunRecord
@@ -56,12 +56,6 @@ def sentence(config: dict[str, Any], first: list[Any], rungs: list[Any], evaluat
     return f"{'; '.join(parts)}; {clean}; {seconds:.0f} s"
 
 
-def interval_end(share: dict[str, Any], end: Literal["low", "high"]) -> str:
-    """One end of a share's interval in %; JSON has null for an end that is not finite."""
-    value = share["interval"][end]
-    return {"low": "−∞", "high": "∞"}[end] if value is None else f"{round(100 * value)}%".replace("-", "−")
-
-
 # ---- the model card
 
 
@@ -88,23 +82,6 @@ Made by `shaketable harden` from `{base}`, to stand
 
 {found["sentence"]}.
 
-{_table(found)}
-
-Scores are {found["measure"]}, on {found["before"][0]["n"]} {tests}; KL is KL(clean‖this), in nats a token, on
-completions of the clean model. Recovered is the share of the fault's cost, with its 95 % interval. The weights are
+Scores are {found["measure"]}, on {found["before"][0]["n"]} {tests}. The weights are
 ordinary: nothing of Shaketable is needed to load them. Run {found["id"]}, seed {config.seed}.
 """
-
-
-def _table(found: dict[str, Any]) -> str:
-    names = [c["name"] for c in found["before"]]
-    lines = ["| after | " + " | ".join(f"{n} | KL" for n in names) + " | recovered |", "|---" * (2 * len(names) + 2) + "|"]
-    lines.append(_row("nothing", found["before"], "–"))
-    for rung in found["rungs"]:
-        ends = [f"{s['share']:.0%} ({interval_end(s, 'low')} to {interval_end(s, 'high')})" for s in rung["shares"].values()]
-        lines.append(_row(rung["rung"], rung["conditions"], "; ".join(ends) or "–"))
-    return "\n".join(lines)
-
-
-def _row(what: str, conditions: list[dict[str, Any]], recovered: str) -> str:
-    return f"| {what} | " + " | ".join(f"{c['accuracy']:.1%} | {c['kl']:.3g}" for c in conditions) + f" | {recovered} |"

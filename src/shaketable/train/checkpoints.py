@@ -1,16 +1,12 @@
 """Checkpoints that a kill cannot spoil.
 
 TRL writes `checkpoint-N` file by file. Only when all of it is there does `seal` write `shaketable.json` into it, by renaming
-a finished file: a folder with the seal is whole, one without was cut off and is never resumed from. The seal carries the
-ledgers up to that step, so that a resumed run can still prove what happened before it was killed, and the counters that decide
-which fires are measured next.
+a finished file: a folder without the seal was cut off and is never resumed from. The seal carries the ledgers up to that step,
+and the counters that decide which fires are measured next.
 
-A checkpoint belongs to the record of its run: once it is sealed, the record has the SHA-256 of each of its files (`bound`).
-What the record does not know is not resumed from, and what is not as it was saved is refused (`check`), before anything of it
-is opened: Transformers keeps optimizer and random states in pickles.
-
-Older checkpoints go only after a newer one is sealed. A full disk is one line that says how to resume; each library has its own
-exception for it.
+Once a checkpoint is sealed, the record of its run has the SHA-256 of each of its files (`bound`). What the record does not know
+is not resumed from, and what is not as it was saved is refused before anything of it is opened: Transformers keeps optimizer
+and random states in pickles. Older checkpoints go only after a newer one is sealed.
 """
 
 from __future__ import annotations
@@ -92,14 +88,11 @@ def check(folder: Path, files: dict[str, str]) -> None:
     """Raise unless a checkpoint is what was saved."""
     now = hashes(folder)
     if names := sorted(name for name in {*files, *now} if files.get(name) != now.get(name)):
+        fate = "put there" if names[0] not in files else "changed" if names[0] in now else "removed"
         raise ShaketableError(
-            f"{folder} is not what this run saved: {names[0]} was {_fate(names[0], files, now)}; "
+            f"{folder} is not what this run saved: {names[0]} was {fate}; "
             "move the folder away to resume from an earlier checkpoint, or from the start"
         )
-
-
-def _fate(name: str, files: dict[str, str], now: dict[str, str]) -> str:
-    return "put there" if name not in files else "changed" if name in now else "removed"
 
 
 def sealed(out: Path) -> list[Path]:

@@ -102,12 +102,8 @@ class TrainConfig(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def _without_decoding(cls, fields: Any) -> Any:
-        """Records of older runs name how rollouts were decoded; of three ways one is left."""
-        if not isinstance(fields, dict) or "decoding" not in fields:
-            return fields
-        if fields["decoding"] == "static":
-            raise ValueError("decoding=static, rollouts in CUDA graphs, was removed; leave decoding out")
-        return {name: value for name, value in fields.items() if name != "decoding"}
+        """Records of older runs name how rollouts were decoded; one way is left."""
+        return {k: v for k, v in fields.items() if k != "decoding"} if isinstance(fields, dict) else fields
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:

@@ -61,7 +61,8 @@ class Training:
         self.model, self.tokenizer = loaded or load_model(config.model, device=config.device, dtype=torch.float32)
         self.config = _resolved(config, self.model)
         record.append("resolved", config=self.config.model_dump(mode="json"))
-        self.problems = _training_problems(self.task, self.config)
+        total = self.config.steps * self.config.prompts
+        self.problems = train_problems(self.task, total, lambda i: key_of(config.seed, "data", i))
         self.tests = sample(self.task, "test", self.config.eval_n, self.config.eval_seed)
         warmed: dict[str, Any] = {}
         if self.config.warm_start:
@@ -254,11 +255,6 @@ def _resolved(config: TrainConfig, model: Any) -> TrainConfig:
     size = sum(p.numel() for p in model.parameters())
     lr = config.lr or (1e-4 if size < SMALL else 2e-4 if config.lora else 2e-5)
     return config.model_copy(update={"lr": lr})
-
-
-def _training_problems(task: Task, config: TrainConfig) -> list[Problem]:
-    """The problems of all steps in order."""
-    return train_problems(task, config.steps * config.prompts, lambda i: key_of(config.seed, "data", i))
 
 
 def _prompt(tokenizer: Any, task: Task, problem: Problem) -> Any:

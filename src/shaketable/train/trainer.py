@@ -1,22 +1,13 @@
 """TRL's GRPOTrainer with a sampler of our own, and meters on what faults in the sampler do to training.
 
-Six methods are overridden, and each calls TRL's own for all that is not about sampling:
-
-- `_tokenize_prompts` is given each prompt once, not once for each of its answers.
-- `_generate_single_turn` samples in the phase `rollout`, with tokens drawn from a generator that is keyed by (seed, step,
-  rank). It returns the log-probabilities of the tokens *as the sampler saw them*, faults, AQN and all.
-- `_compute_loss` and `_get_per_token_logps_and_entropies` compare them with the trainer's, which the loss computes anyway:
-  KL(sampler‖trainer), the tail of the importance ratio, and, when asked for, truncated importance sampling, by weighting
-  each token's advantage with min(ratio, cap).
-- `_save_checkpoint` says in one line what went wrong when it did.
-- `create_model_card` writes none: checkpoints hold weights.
+Sampling is in the phase `rollout`, with tokens drawn from a generator that is keyed by (seed, step, rank). It returns the
+log-probabilities of the tokens *as the sampler saw them*, faults, AQN and all. They are compared with the trainer's, which the
+loss computes anyway: KL(sampler‖trainer), the tail of the importance ratio, and, when asked for, truncated importance sampling,
+by weighting each token's advantage with min(ratio, cap). TRL corrects for its sampler only when that is vLLM; the formula is
+the same.
 
 A step's global random state is set from (seed, step) too (TRL shuffles a batch with it), so a step is a function of weights,
 optimizer and step number, and a resumed run is the run.
-
-TRL corrects for its sampler only when that sampler is vLLM; the formula is the same.
-
-Memory: TRL's fused head makes the logits of the loss in tiles and keeps none of them; activations are those of one micro-batch.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@ difference between seeds, and none of it was about the recipe.
 
 The phase is the same for every arm and seed of a study: its problems and their order come from a seed of its own, its learning
 rate from the size of the model, its loss is on the answers (the task's own, and the end token), and no fault acts in it. It is
-known by the hash of all that determines it, weights and installation included, and kept in the cache under that name: the
-first run makes it, behind a lock, and all others load what the first one made. What is kept is whole or not there (a folder
-that is renamed when it is written), and its file is checked by hash before a weight of the model is touched; a broken one is
-made again.
+kept in the cache under the hash of all that determines it, weights and installation included: the first run makes it, behind
+a lock, and all others load it. Its file is checked by hash before a weight of the model is touched; a broken one is made again.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,7 +28,7 @@ from safetensors.torch import load_model, save_model
 from shaketable.capture.reference import device_name
 from shaketable.errors import ShaketableError
 from shaketable.evaluate.decoding import Decoder
-from shaketable.evaluate.reading import pair_logits
+from shaketable.evaluate.reading import Pair, pair_logits
 from shaketable.evaluate.score import answer_tokens, arithmetic, prompt_tokens
 from shaketable.evaluate.tasks import Problem, Task, digest, sample, score_of
 from shaketable.evaluate.tasks.task import train_problems
@@ -70,14 +67,17 @@ def warm_start(config: RunConfig, task: Task, model: Any, tokenizer: Any, tell: 
     made_of = _made_of(config, task, model, rows)
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder() / "warm-starts" / key
-    with _alone(folder, tell):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:  # one process at a time makes or loads it
+        if not take(lock):
+            tell("stage", {"text": "waiting for the warm start of another run"})
+            take(lock, math.inf)
         known = _checked(folder, tell)
         if known is not None:
             load_model(model, folder / WEIGHTS, device=str(model.device))
-            if weights_hash(model) != known["weights"]:
-                raise ShaketableError(f"the warm start in {folder} does not load as it was saved; remove it")
             return {**known, "cached": True}
-        losses = _train(config, model, tokenizer, _batches(task, tokenizer, rows), made_of["lr"], tell)
+        pairs: list[Pair] = [(prompt_tokens(tokenizer, task, p), answer_tokens(tokenizer, p.answer)) for p in rows]
+        losses = _train(config, model, tokenizer, pairs, made_of["lr"], tell)
         facts = {"key": key, **made_of, "first_loss": losses[0], "last_loss": losses[-1], "weights": weights_hash(model)}
         _publish(model, facts, folder)
         return {**facts, "cached": False}
@@ -102,14 +102,7 @@ def _made_of(config: RunConfig, task: Task, model: Any, rows: list[Problem]) -> 
     }
 
 
-def _batches(task: Task, tokenizer: Any, rows: list[Problem]) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Prompts and answers as tokens; an answer ends with the end token."""
-    for at in range(0, len(rows), BATCH):
-        some = rows[at : at + BATCH]
-        yield [(prompt_tokens(tokenizer, task, p), answer_tokens(tokenizer, p.answer)) for p in some]
-
-
-def _train(config: RunConfig, model: Any, tokenizer: Any, batches: Any, lr: float, tell: Tell) -> list[float]:
+def _train(config: RunConfig, model: Any, tokenizer: Any, pairs: list[Pair], lr: float, tell: Tell) -> list[float]:
     """AdamW, the rate falling to nothing in a line; the global random state is left as it was."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     pad, losses = Decoder.of(model, tokenizer, 1).pad, []
@@ -117,11 +110,11 @@ def _train(config: RunConfig, model: Any, tokenizer: Any, batches: Any, lr: floa
     model.train()
     with torch.random.fork_rng(devices, device_type=model.device.type):
         torch.manual_seed(SEED)
-        for step, batch in enumerate(batches):
+        for step in range(config.warm_start):
             tell("stage", {"text": "warm start", "done": step, "total": config.warm_start})
             optimizer.param_groups[0]["lr"] = lr * (1 - step / config.warm_start)
             with arithmetic(config.device, config.dtype):
-                logits, targets = pair_logits(model, batch, pad, left=True)
+                logits, targets = pair_logits(model, pairs[step * BATCH : (step + 1) * BATCH], pad, left=True)
                 loss = torch.nn.functional.cross_entropy(logits.float(), targets)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -130,20 +123,9 @@ def _train(config: RunConfig, model: Any, tokenizer: Any, batches: Any, lr: floa
             losses.append(loss.detach())
     model.eval()
     found: list[float] = torch.stack(losses).tolist()
-    if not all(torch.isfinite(torch.tensor(found)).tolist()):
+    if not all(map(math.isfinite, found)):
         raise ShaketableError(f"the warm start of {config.warm_start} steps does not end in numbers")
     return found
-
-
-@contextmanager
-def _alone(folder: Path, tell: Tell) -> Iterator[None]:
-    """One process at a time makes or loads a warm start; the others wait."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as file:
-        if not take(file):
-            tell("stage", {"text": "waiting for the warm start of another run"})
-            take(file, math.inf)
-        yield
 
 
 def _checked(folder: Path, tell: Tell) -> dict[str, Any] | None:

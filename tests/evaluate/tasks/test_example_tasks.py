@@ -2,15 +2,13 @@
 
 import pytest
 
-from shaketable.evaluate.score import Condition, Evaluator
 from shaketable.evaluate.tasks import Score, load_task, reward_of, sample, score_of
-from shaketable.models import load_model
 from tests import ROOT
 
 FILE = ROOT / "examples" / "tasks.py"
 
 
-@pytest.fixture(params=["Expressions", "Dialogue", "Expressions,largest=20", "Dialogue,turns=5"])
+@pytest.fixture(params=["Expressions", "Dialogue,turns=5"])
 def task(request):
     return load_task(f"{FILE}:{request.param}")
 
@@ -33,16 +31,12 @@ def test_the_right_answer_is_right_and_another_is_not(task):
     ("text", "correct", "formatted"),
     [
         ("2*x+3", True, True),
-        (" x*2 + 1+2\nthat is it", True, True),
         ("lambda x: 3+x+x", True, True),
-        ("`2*x+3`", True, True),
         ("2*x+4", False, True),
         ("the answer is 2*x+3", False, False),
         ("__import__('os').getcwd()", False, False),
         ("x.__class__", False, False),
-        ("9**9**9", False, False),
         ("(" * 500, False, False),
-        ("", False, False),
     ],
 )
 def test_an_expression_is_read_and_never_run(text, correct, formatted):
@@ -55,10 +49,3 @@ def test_a_wrong_expression_is_worth_more_than_none():
     task = load_task(f"{FILE}:Expressions")
     problem = task.problems("train")[0]
     assert [reward_of(task, problem, text) for text in (problem.answer, "x*x", "hm")] == [1.0, 0.1, 0.0]
-
-
-def test_a_model_is_scored_on_them():
-    """nano knows arithmetic alone, and reads letters as letters: it answers, and is wrong."""
-    task = load_task(f"{FILE}:Expressions,max_new_tokens=4")
-    found = Evaluator(*load_model("nano"), task, sample(task, "test", 4, 0), 4).score(Condition("clean"))
-    assert found.n == 4 and 0 <= found.accuracy <= 1

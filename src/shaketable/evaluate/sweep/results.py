@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,6 @@ from scipy import stats
 from shaketable.evaluate.statistics import Comparison, Interval, corrected, mcnemar, paired, wilson
 from shaketable.evaluate.sweep.config import SweepConfig, depends_on_seed
 from shaketable.records.record import RunRecord
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 SCHEMA = "shaketable.sweep/1"
 Event = dict[str, Any]
@@ -234,48 +231,43 @@ def _notes(config: SweepConfig, points: list[dict[str, Any]]) -> list[str]:
 
 # ---- the figure
 
-COLOURS = ("#0b6e99", "#d1495b", "#3b8c5a", "#8e5ea2", "#e08e26", "#5b6770", "#12a4a4", "#a03e99")
-APART = 0.09
-"""Between two models at one magnitude, in units of the distance of two magnitudes."""
-
 
 def plot(results: dict[str, Any], path: str | Path) -> None:
     """Draw what `results` gave into a PNG: the score with intervals over the points, one line per model, and the KL below.
 
     Points stand at equal distances and are named, since magnitudes span decades and 0 has no place on a logarithm. The score is
-    accuracy, or of texts the loss. Models are set a little apart, so that bars do not hide each other; the clean score goes
-    through as a dotted line.
+    accuracy, or of texts the loss. The clean score goes through as a dotted line.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
 
-    points = results["points"]
+    points, config = results["points"], results["config"]
     names, models = (list(dict.fromkeys(p[key] for p in points)) for key in ("name", "model"))
-    reads, has_kl = "loss" in points[0], any(p["kl"] for p in points)
+    reads, has_kl, several = "loss" in points[0], any(p["kl"] for p in points), isinstance(config["plan"], list)
     figure = Figure(figsize=(max(6.4, 2.2 + 0.9 * len(names)), 6.4 if has_kl else 4.2), layout="constrained")
     axes, *below = figure.subplots(1 + has_kl, sharex=True, squeeze=False, height_ratios=[2, 1][: 1 + has_kl])[:, 0]
-    several = isinstance(results["config"]["plan"], list)
+    look: dict[str, Any] = {"marker": "o", "linestyle": "none" if several else "-"}
     for i, (model, name) in enumerate(zip(models, short_names(models), strict=True)):
-        shift, colour = APART * (i - (len(models) - 1) / 2), COLOURS[i % len(COLOURS)]
         mine = [p for p in points if p["model"] == model]
-        _line(axes, mine, names, shift, colour, name, "loss" if reads else "accuracy", "none" if several else "-")
+        x = [names.index(p["name"]) + 0.09 * (i - (len(models) - 1) / 2) for p in mine]  # apart, so that bars show
+        y = [math.nan if reads and p["loss"] is None else p["loss" if reads else "accuracy"] for p in mine]
+        bars = [[max(0.0, p["accuracy"] - p["ci_low"]) for p in mine], [max(0.0, p["ci_high"] - p["accuracy"]) for p in mine]]
+        drawn = axes.errorbar(x, y, yerr=None if reads else bars, label=name, capsize=3.5, **look)
+        axes.axhline(y[0], color=drawn[0].get_color(), linestyle=":", linewidth=1.2)
         for panel in below:
-            known = [p for p in mine if p["kl"]]
-            x = [names.index(p["name"]) + shift for p in known]
-            panel.semilogy(x, [p["kl"] for p in known], marker="o", color=colour, linestyle="none" if several else "-")
+            panel.semilogy(x, [p["kl"] or math.nan for p in mine], color=drawn[0].get_color(), **look)
+            panel.set_ylabel("KL to clean, nats per token")
     axes.set_ylabel("loss, nats per token" if reads else "accuracy")
-    if not reads:
-        axes.set_ylim(
-            0.0, min(1.05, max(0.01, 1.12 * max(p["ci_high"] for p in points)))
-        )  # from 0: a fall looks as deep as it is
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    for panel in below:
-        panel.set_ylabel("KL to clean, nats per token")
-        _tidy(panel)
+    if not reads:  # from 0: a fall looks as deep as it is
+        axes.set_ylim(0.0, min(1.05, max(0.01, 1.12 * max(p["ci_high"] for p in points))))
+    plan, runs = f"{len(config['plan'])} plans" if several else config["plan"], max(len(p["seeds"]) for p in points)
+    sample = f"{config['task']}, {points[0]['n']} {'texts' if reads else 'problems'}, {runs} noise seed{'s' * (runs > 1)}"
+    axes.set_title(f"{textwrap.fill(plan, 70, break_on_hyphens=False)}\n{sample}", fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=9)
     last = below[-1] if below else axes
     last.set_xticks(range(len(names)), [n.replace("@", "\n@") for n in names], fontsize=8 if several else 10)
-    last.set(xlim=(-0.5, len(names) - 0.5), xlabel="plan" if several else "magnitude (not to scale)")
-    _frame(axes, results)
+    last.set_xlabel("plan" if several else "magnitude (not to scale)")
+    for panel in (axes, *below):
+        panel.grid(axis="y", alpha=0.4)
     figure.savefig(path, dpi=150, format="png")
 
 
@@ -283,37 +275,3 @@ def short_names(models: list[str]) -> list[str]:
     """Last parts of paths, where these tell the models apart."""
     names = [m.rstrip("/").rpartition("/")[2] for m in models]
     return names if len(set(names)) == len(names) else list(models)
-
-
-def _line(
-    axes: Axes, points: list[dict[str, Any]], names: list[str], shift: float, colour: str, label: str, key: str, style: str
-) -> None:
-    x = [names.index(p["name"]) + shift for p in points]
-    y = [math.nan if p[key] is None else p[key] for p in points]
-    bars = [[max(0.0, p["accuracy"] - p["ci_low"]) for p in points], [max(0.0, p["ci_high"] - p["accuracy"]) for p in points]]
-    look: dict[str, Any] = {"color": colour, "linestyle": style, "linewidth": 1.8, "elinewidth": 1.3, "capsize": 3.5}
-    axes.axhline(y[0], color=colour, linestyle=(0, (1, 3)), linewidth=1.2, zorder=1)
-    axes.errorbar(x, y, yerr=bars if key == "accuracy" else None, zorder=2, **look)
-    axes.scatter(x[1:], y[1:], s=34, color=colour, zorder=3, label=label)
-    axes.scatter(x[:1], y[:1], s=62, facecolor="white", edgecolor=colour, linewidth=1.8, zorder=3)
-
-
-def _frame(axes: Axes, results: dict[str, Any]) -> None:
-    config, points = results["config"], results["points"]
-    plan = config["plan"] if isinstance(config["plan"], str) else f"{len(config['plan'])} plans"
-    axes.set_title(textwrap.fill(plan, 70, break_on_hyphens=False), fontsize=11, loc="left", fontweight="bold", pad=22)
-    unit, runs = ("texts" if "loss" in points[0] else "problems"), max(len(p["seeds"]) for p in points)
-    intervals = "" if "loss" in points[0] else ", 95 % intervals"
-    head = f"{config['task']}, {points[0]['n']} {unit}, {runs} noise seed{'s' * (runs > 1)}{intervals}"
-    axes.annotate(head, (0, 1), (0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=9, color="#555555")
-    _tidy(axes)
-    axes.legend(frameon=False, fontsize=9, loc="best")
-
-
-def _tidy(axes: Axes) -> None:
-    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#999999")

@@ -145,8 +145,7 @@ class Sweep:
             agreement, tokens = evaluator.agreement(clean)
             return {"kl": None, "agreement": agreement, "tokens": tokens}
         assert setting.plan is not None
-        found, _ = evaluator.drift(clean, setting.plan, check=False)
-        return {"kl": finite(found.kl), "agreement": found.agreement, "tokens": found.tokens}
+        return evaluator.drift(clean, setting.plan)
 
     def _recorded(self, kind: str, **facts: Any) -> dict[str, Any]:
         """The first event that says this; empty when there is none."""

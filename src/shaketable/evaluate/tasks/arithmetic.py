@@ -13,14 +13,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
 from shaketable.evaluate.tasks.numeric import NUMBER, is_number, plain
-from shaketable.evaluate.tasks.task import TEST_SHARE, Problem, Score, Split, Task, checked_split
+from shaketable.evaluate.tasks.task import TEST_SHARE, Problem, Score, Split, Task
 
 SUM, DIFFERENCE, PRODUCT = "+", "-", "*"
 
@@ -65,7 +65,7 @@ class Arithmetic(Task):
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """One side of the level, each problem made when it is asked for."""
-        return _Side(self.level, _sides(self.level)[checked_split(split)])
+        return _Side(self.level, _sides(self.level)[split])
 
     def prompt(self, problem: Problem, chat: bool) -> str:
         """`37+85=` to continue, or a question for a chat model."""
@@ -88,13 +88,7 @@ class _Side(Sequence[Problem]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> _Side: ...
-    def __getitem__(self, index: int | slice) -> Problem | _Side:
-        if isinstance(index, slice):
-            return _Side(self.level, self.indices[index])
+    def __getitem__(self, index: int) -> Problem:  # type: ignore[override]
         return _problem(self.level, int(self.indices[index]))
 
 

@@ -26,7 +26,7 @@ from pydantic import Field, model_validator
 
 from shaketable.errors import ShaketableError
 from shaketable.evaluate.tasks.numeric import MARKER, NUMBER, final_answer, is_number, same_number
-from shaketable.evaluate.tasks.task import SPLITS, TEST_SHARE, Problem, Score, Split, Task, checked_split, sample
+from shaketable.evaluate.tasks.task import SPLITS, TEST_SHARE, Problem, Score, Split, Task, sample
 
 
 def read_text(path: Path) -> str:
@@ -93,7 +93,7 @@ class JsonlTask(Task):
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """The problems of one side, in the order of the file."""
-        found = self._sides[checked_split(split)]
+        found = self._sides[split]
         if not found:
             raise ShaketableError(f'{self.path} has no {split} problems; add some, or give every line a "split"')
         return found
@@ -115,7 +115,7 @@ class JsonlTask(Task):
             if side not in SPLITS or name in seen:
                 raise ShaketableError(f"{self.path}: line {number}: split must be train or test, and no id there twice")
             seen.add(name)
-            sides[checked_split(side)].append(Problem(name, question, answer))
+            sides["train" if side == "train" else "test"].append(Problem(name, question, answer))
         return sides
 
 
@@ -153,7 +153,7 @@ class GSM8K(Task):
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """The problems of one side, in the order of the set."""
-        return self._train if checked_split(split) == "train" else self._test
+        return self._train if split == "train" else self._test
 
     def prompt(self, problem: Problem, chat: bool) -> str:
         """The question, and the form that the answer should have; of a parquet file, its own prompt."""

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shaketable.errors import ShaketableError, nearest
+from shaketable.errors import ShaketableError
 
 Split = Literal["train", "test"]
 SPLITS: tuple[Split, ...] = ("train", "test")
@@ -89,7 +89,7 @@ def sample(task: Task, split: Split, n: int, seed: int) -> list[Problem]:
         n: How many; as many as the side has gives all of them, in random order.
         seed: Keys the draw.
     """
-    every = task.problems(checked_split(split))
+    every = task.problems(split)
     if not 1 <= n <= len(every):
         raise ShaketableError(f"cannot draw {n} {split} problems from {task.name}: it has {len(every)}")
     drawn = random.Random(f"{task.name}/{split}/{seed}").sample(range(len(every)), n)
@@ -119,14 +119,6 @@ def reward_of(task: Task, problem: Problem, completion: str) -> float:
             f"the task {task.name} returned {found!r} as the reward of {problem.id}; expected a finite number"
         )
     return float(found)
-
-
-def checked_split(split: str) -> Split:
-    """The split, or an error that names the valid ones."""
-    for valid in SPLITS:
-        if split == valid:
-            return valid
-    raise ShaketableError(f"unknown split {split!r}; {nearest(split, SPLITS)}")
 
 
 def digest(problems: Sequence[Problem]) -> str:
