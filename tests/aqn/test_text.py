@@ -170,16 +170,11 @@ def test_the_origins_own_file_is_read_and_means_what_its_trainer_did(tmp_path):
     assert st.AQN.load(aqn.text()) == aqn
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (scanned({28: 0.1}), "layer_sigmas name layer 28, which is none of its layers 0-27"),
-        (scanned({1: 0.1}, layers=0), "srdd_metadata of .*num_layers"),
-    ],
-)
-def test_an_origins_file_that_is_wrong(tmp_path, data, message):
-    with pytest.raises(ShaketableError, match=message):
-        st.AQN.load(written(tmp_path, data))
+def test_an_origins_file_that_is_wrong(tmp_path):
+    with pytest.raises(ShaketableError, match="layer_sigmas name layer 28, which is none of its layers 0-27"):
+        st.AQN.load(written(tmp_path, scanned({28: 0.1})))
+    with pytest.raises(ShaketableError, match=r"srdd_metadata of .*num_layers"):
+        st.AQN.load(written(tmp_path, scanned({1: 0.1}, layers=0)))
 
 
 @pytest.mark.parametrize("unit", ["srdd_metadata: {num_layers: 4}", "metadata: {layers: 4}"])

@@ -144,9 +144,7 @@ def test_a_dead_zone_leaves_the_zeros_that_its_formula_says(nano):
     assert found.loss != clean.loss and found.ledger["sites"][0]["forward"] == 1
 
 
-@pytest.mark.parametrize(
-    "plan", ["relative_gaussian:0.3@op.matmul", "relative_gaussian:0.3@op.matmul,direction=backward"]
-)
+@pytest.mark.parametrize("plan", ["relative_gaussian:0.3@op.matmul", "relative_gaussian:0.3@op.matmul,direction=backward"])
 def test_a_plan_acts_forward_and_backward_as_it_does_in_a_backward_of_the_users_own(tiny_llama, plan):
     sequences = [p for p in PAIRS if len(p[0]) + len(p[1]) == 7][:1] * 3
     clean, found = read(tiny_llama, sequences=sequences), read(tiny_llama, f"{plan},phase=rollout", sequences, seed=5)
@@ -215,11 +213,6 @@ def test_only_trained_parameters_have_gradients(tiny_llama):
         None,
         pytest.approx(norms[1], rel=1e-4),
     ]
-
-
-def test_a_model_without_decoder_layers_has_no_layers():
-    found = read(Plain(0), "gain:0.5@module.embedding")
-    assert found.layers == [] and found.loss > 0
 
 
 def test_what_is_not_finite_is_none_in_json_and_left_out_of_the_kurtosis(tiny_llama):

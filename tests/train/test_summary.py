@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from shaketable.evaluate.statistics import holm
 from shaketable.records.record import RunRecord
 from shaketable.train.summary import outcome
 
@@ -59,11 +60,3 @@ def test_training_and_fault_are_compared_on_the_same_problems_as_one_family(reco
     raw, adjusted = [c["p"] for c in found.values()], [c["adjusted"] for c in found.values()]
     assert adjusted == pytest.approx(holm(raw))
     assert adjusted[2] < 0.001 < adjusted[1]
-
-
-def holm(raw):
-    order, running, out = sorted(range(len(raw)), key=raw.__getitem__), 0.0, [0.0] * len(raw)
-    for rank, i in enumerate(order):
-        running = max(running, (len(raw) - rank) * raw[i])
-        out[i] = min(1.0, running)
-    return out

@@ -99,16 +99,11 @@ def _line(facts: dict[str, Any]) -> str:
 
 
 def _show(record: RunRecord, outputs: OutputFiles) -> None:
-    """Print the outcome, and write it where it is asked for."""
+    """Print scores, costs and verdict, and write them where it is asked for."""
     from shaketable.harden.results import outcome
 
     found = outcome(record)
     outputs.save(lambda: found, lambda: _page(found))
-    print_outcome(found)
-
-
-def print_outcome(found: dict[str, Any]) -> None:
-    """Scores and costs after every stage, and the verdict."""
     screen, table = console(), _table(found)
     table.title = _title(found)
     print_table(screen, table)

@@ -56,20 +56,12 @@ def sentence(config: dict[str, Any], first: list[Any], rungs: list[Any], evaluat
     return f"{'; '.join(parts)}; {clean}; {seconds:.0f} s"
 
 
-# ---- the model card
-
-
 def write_card(folder: Path, record: RunRecord, config: HardenConfig) -> None:
     """Put README.md beside the weights."""
-    (folder / "README.md").write_text(card(so_far(record), config), encoding="utf-8")
-
-
-def card(found: dict[str, Any], config: HardenConfig) -> str:
-    """The text."""
+    found, base = so_far(record), Path(config.model).name
     plans = "\n".join(f"- `{plan}`" for plan in config.plans) or "- nothing (a control)"
-    base = Path(config.model).name
     tests = f"problems of `{config.task}`" if config.task else "prompts that were kept apart"
-    return f"""---
+    text = f"""---
 library_name: transformers
 tags: [shaketable, hardened]
 ---
@@ -82,6 +74,7 @@ Made by `shaketable harden` from `{base}`, to stand
 
 {found["sentence"]}.
 
-Scores are {found["measure"]}, on {found["before"][0]["n"]} {tests}. The weights are
-ordinary: nothing of Shaketable is needed to load them. Run {found["id"]}, seed {config.seed}.
+Scores are {found["measure"]}, on {found["before"][0]["n"]} {tests}. The weights are ordinary: nothing of Shaketable is needed
+to load them. Run {found["id"]}, seed {config.seed}.
 """
+    (folder / "README.md").write_text(text, encoding="utf-8")

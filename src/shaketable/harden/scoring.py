@@ -23,6 +23,7 @@ from shaketable.inject import Injection, Ledger
 from shaketable.models import ADAPTER, load_skeleton
 from shaketable.plan import Plan
 from shaketable.train.plans import condition_seed
+from shaketable.train.warm_start import check_answers
 
 PAIRS = 128
 """Answers of the clean model that KL and agreement are read on, beside accuracy."""
@@ -152,8 +153,9 @@ def check_worth(before: list[dict[str, Any]], names: list[str]) -> None:
 
 def rehearse(config: HardenConfig) -> None:
     """Read the task, match every plan on the model's skeleton; raises whatever would stop the run later."""
-    if config.stages:
-        SequenceSource.of(config)
+    source = SequenceSource.of(config)
+    if "supervise" in config.stages and source.task is not None:
+        check_answers(source.task)
     if (Path(config.model).expanduser() / ADAPTER).is_file():
         raise ShaketableError(f"{config.model} is a LoRA adapter, which is not hardened; merge it into its base first")
     skeleton = load_skeleton(config.model)

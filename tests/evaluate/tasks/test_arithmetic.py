@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from shaketable.evaluate.tasks import Arithmetic, Problem, sample
 from shaketable.evaluate.tasks.arithmetic import LEVELS
 
-SMALL = (1, 2, 5)
+SMALL = (2, 5)
 SIZES = {1: 100 * 100, 2: 2 * 90 * 90, 3: 2 * 900 * 900, 4: 100**3, 5: 90 * 9 + 90 * 90}
 
 
