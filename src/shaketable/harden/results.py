@@ -40,15 +40,15 @@ def so_far(record: RunRecord) -> dict[str, Any]:
         "before": first,
         "rungs": [{**without(e, "event", "time"), "conditions": evaluations[e["rung"]]} for e in rungs],
         "resumed": sum(e["event"] == "resumed" for e in events),
-        "sentence": sentence(config, first, rungs, evaluations),
+        "sentence": sentence(first, rungs, evaluations),
     }
 
 
-def sentence(config: dict[str, Any], first: list[Any], rungs: list[Any], evaluations: dict[Any, list[Any]]) -> str:
+def sentence(first: list[Any], rungs: list[Any], evaluations: dict[Any, list[Any]]) -> str:
     """The verdict, in one sentence."""
-    if not rungs or not rungs[-1]["shares"]:
+    last = rungs[-1] if rungs else {}
+    if not last.get("shares"):
         return "nothing was repaired"
-    last = rungs[-1]
     parts = [f"{name}: {share['sentence']}" for name, share in last["shares"].items()]
     now = evaluations[last["rung"]][0]
     clean = f"clean {first[0]['accuracy']:.1%} → {now['accuracy']:.1%}"

@@ -115,7 +115,7 @@ class Hardening:
         self.now, self.step = self.scoring.evaluate(self.tell), self.step + self.config.steps
         found = {name: s.to_dict() for name, s in shares(self.before, self.now, self.scoring.against).items()}
         cost = {"seconds": seconds, "sequences": self.config.steps * self.config.batch}
-        said = {"rung": stage, "kept": True, "shares": found, "cost": cost, "facts": {"lr": self.config.lr}}
+        said = {"rung": stage, "shares": found, "cost": cost}
         self.record.append("evaluation", step=self.step, rung=stage, conditions=self.now)
         self.record.append("rung", step=self.step, **said)
         self.tell("evaluation", {**said, "conditions": [short(c) for c in self.now]})
