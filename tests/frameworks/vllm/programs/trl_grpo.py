@@ -60,8 +60,8 @@ def main(model, folder, how):
         output_dir=str(folder / "out"), use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.1,
         vllm_max_model_length=64, vllm_enable_sleep_mode=False, model_init_kwargs={"dtype": "float32"}, use_cpu=True, bf16=False,
         per_device_train_batch_size=4, per_device_eval_batch_size=4, num_generations=4, max_completion_length=6,
-        max_steps=STEPS[how], learning_rate=1e-3, eval_strategy="steps", eval_steps=1, report_to="none", logging_steps=1,
-        save_strategy="no", disable_tqdm=True,
+        max_steps=STEPS[how], learning_rate=1e-3, eval_strategy="steps" if how == "plan" else "no", eval_steps=1,
+        report_to="none", logging_steps=1, save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     data = Dataset.from_dict({"prompt": ["12+30=", "7+8="] * 8})
     few = data.select(range(2))
