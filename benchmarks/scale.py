@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shaketable.integrations.verl.tally import Span
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -45,7 +44,7 @@ import shaketable as st
 from shaketable.errors import ShaketableError
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import merged, read_reports
-from shaketable.integrations.verl.workers import VerlWorkers
+from shaketable.integrations.verl.workers import Span, VerlWorkers
 from shaketable.launch.ledger_file import PAUSE, SHARE
 from shaketable.launch.run import collect
 from shaketable.ledger.ledger import Ledger
