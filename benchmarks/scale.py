@@ -148,7 +148,7 @@ def merging(bodies: list[dict[str, Any]], sizes: list[int]) -> list[dict[str, An
             assert result.ledger.forward == sum(bodies[i % len(bodies)]["forward"] for i in range(n))
             read, reports = timed(lambda workers=workers: read_reports(workers), rounds)
             span = Span(reports, reports)
-            total, error = (timed(lambda ask=ask: ask("plan"), 1)[0] for ask in (span.total, span.error))
+            total, error = timed(lambda span=span: span.total("plan"), 1)[0], timed(span.error, 1)[0]
             memory = peak(lambda run=run: collect(run, ["train.py"], 0)) if n in (sizes[0], sizes[-1]) else None
         row = {"processes": n, "megabytes": size / 1e6, "collect": collected, "read": read, "memory": memory}
         rows.append(row | {"span_total": total, "span_error": error})
