@@ -240,16 +240,6 @@ def test_which_bit_is_flipped_does_not_depend_on_how_rarely_one_is(dtype, magnit
     assert all(0.5 * flips / width < count < 2 * flips / width for count in counts)
 
 
-@pytest.mark.parametrize("scope", ["tensor", "token", "block"])
-def test_what_is_at_a_threshold_is_left_as_it_is(scope):
-    x = torch.tensor([[1.0, -2.0, 4.0, -4.0]])
-    dead, cut = (make_fault({"kind": k, "magnitude": 0.5, "scope": scope}) for k in ("dead_zone", "saturation"))
-    assert dead.apply(x, Draw(5)).tolist() == [[0.0, -2.0, 4.0, -4.0]]
-    assert cut.apply(x, Draw(5)).tolist() == [[1.0, -2.0, 2.0, -2.0]]
-    assert dead.gradient(torch.ones_like(x), x, Draw(5)).tolist() == [[0.0, 1.0, 1.0, 1.0]]
-    assert cut.gradient(torch.ones_like(x), x, Draw(5)).tolist() == [[1.0, 1.0, 0.0, 0.0]]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
 @every_dtype

@@ -1,6 +1,5 @@
 """Faults on numbers that can be checked by hand: every type, odd scopes, zeros, constants, and how kernels are built."""
 
-import math
 import shutil
 
 import pytest
@@ -98,11 +97,8 @@ def test_a_number_is_hit_with_exactly_the_chance_that_was_asked_for():
     assert spike.apply(x, draw).tolist() == [8.0, 1.0, 8.0]
     flip = make_fault({"kind": "bit_flip", "magnitude": 0.25, "bit": 31})
     assert flip.apply(x, draw).tolist() == [-1.0, 1.0, -1.0]
-    assert make_fault({"kind": "spike", "magnitude": 2, "rate": 0.25, "mode": "max"}).gradient(x, None, draw).tolist() == [
-        0.0,
-        1.0,
-        0.0,
-    ]
+    largest = make_fault({"kind": "spike", "magnitude": 2, "rate": 0.25, "mode": "max"})
+    assert largest.gradient(x, None, draw).tolist() == [0.0, 1.0, 0.0]
 
 
 # Clipping
@@ -128,28 +124,7 @@ def test_the_largest_of_nothing_finite_is_zero(scope):
     assert same_bits(fault("dead_zone:0.5", scope=scope).apply(x, Draw(0)), x)
 
 
-def test_what_is_not_finite_is_no_maximum_and_is_cut_to_the_ceiling():
-    x = [1.0, -4.0, INF, -INF, NAN]
-    found = made("saturation:0.5", x)
-    assert found[:4] == [1.0, -2.0, 2.0, -2.0] and math.isnan(found[4])
-    assert made("dead_zone:0.5", x)[:4] == [0.0, -4.0, INF, -INF]
-
-
-# Noise, bias and gain
-
-
 # Formats
-
-
-@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4", "fp8_e4m3", "fp8_e5m2"])
-def test_a_format_takes_single_numbers_nothing_and_float64(kind):
-    one = fault(kind)
-    assert one.apply(torch.tensor(3.0), Draw(0)).shape == () and float(one.apply(torch.tensor(3.0), Draw(0))) == 3.0
-    empty = torch.zeros(0, 3, dtype=torch.bfloat16)
-    found = one.apply(empty, Draw(0))
-    assert found.shape == (0, 3) and found.dtype == torch.bfloat16 and found is not empty
-    x = torch.tensor([[3.0, 1.5, -0.75]], dtype=torch.float64)
-    assert one.apply(x, Draw(0)).dtype == torch.float64 and torch.equal(one.apply(x, Draw(0)), x)
 
 
 @pytest.mark.parametrize("scope", ["tensor", "token", "block"])
@@ -157,12 +132,6 @@ def test_a_format_takes_single_numbers_nothing_and_float64(kind):
 def test_a_scale_may_be_too_small_for_a_normal_number(kind, largest, smallest, scope):
     x = torch.tensor([[largest, -smallest, smallest]]) * 2.0**-130
     assert same_bits(fault(kind, scope=scope).apply(x, Draw(0)), x)
-
-
-# What is measured
-
-
-# Random numbers
 
 
 # Kernels

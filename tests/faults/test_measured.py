@@ -1,14 +1,11 @@
 """What is measured of a fault: sums against numpy, samples, units of non-finite tensors, faulty channels, kept kinds."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 
 from shaketable.faults import Draw, make_fault
 from shaketable.faults import sums as s
-from shaketable.faults.noise import middle, size, spread
 from shaketable.ledger.inert import changes_nothing
 
 NAN, INF = float("nan"), float("inf")
@@ -48,42 +45,7 @@ def test_all_twelve_sums_are_those_of_numpy(dtype, lanes):
     assert s.plain_sums(clean, faulty, lanes).tolist() == pytest.approx(numpy_sums(clean, faulty, lanes), rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape", "rows"),
-    [
-        ("gain:0.5", (128, 128), 128), ("gain:0.5", (129, 128), 65), ("gain:0.5", (256, 128), 128), ("gain:0.5", (512, 128), 128),
-        ("gain:0.5", (2**14,), 2**14), ("gain:0.5", (2**14 + 1,), 2**13 + 1), ("gain:0.5", (3, 2**15), 1), ("noise:0.5", (512, 128), 512),
-    ],
-)  # fmt: skip
-def test_a_sample_is_rows_spread_evenly_and_as_many_as_fit(kind, shape, rows):
-    x = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
-    clean, faulty, lanes = s.sample(fault(kind), x, -x, None)
-    assert clean.shape[0] == rows and torch.equal(faulty, -clean) and lanes is None
-    steps = clean.reshape(rows, -1)[:, 0].diff()
-    assert rows == 1 or (steps == steps[0]).all()
-
-
-@pytest.mark.parametrize("shape", [(512, 128), (512, 1), (128,)])
-def test_faulty_channels_go_with_the_sample(shape):
-    x = torch.zeros(512, 128)
-    lanes = torch.arange(math.prod(shape)).view(shape) % 2 == 0
-    _, _, kept = s.sample(fault("gain:0.5"), x, x, lanes)
-    whole = lanes.expand(512, 128).reshape(-1, 128)[::4]
-    assert torch.equal(kept.expand(128, 128), whole)
-
-
 # ---- units
-
-
-@pytest.mark.parametrize("bad", [[], [NAN], [INF, -INF, NAN]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_units_are_those_of_the_finite_values(dtype, bad):
-    good = torch.tensor([1.0, -2.0, 4.0, 0.5])
-    x = torch.cat([good, torch.tensor(bad)]).to(dtype)
-    g = good.double()
-    assert float(middle(x)) == pytest.approx(float(g.mean()), rel=1e-6)
-    assert float(spread(x)) == pytest.approx(float(g.std(correction=0)), rel=1e-6)
-    assert float(size(x)) == pytest.approx(float(g.square().mean().sqrt()), rel=1e-6)
 
 
 # ---- reading back
@@ -112,12 +74,10 @@ def test_a_magnitude_is_read_back_from_the_faulty_channels_alone(text):
     ("fields", "values", "nothing"),
     [
         ({"kind": "gain", "magnitude": 0.1}, 256, True), ({"kind": "gain", "magnitude": 0.1}, 255, False),
-        ({"kind": "gain", "magnitude": 0.1}, 0, False), ({"kind": "gain", "magnitude": 0.1, "sparsity": 0.5}, 511, False),
-        ({"kind": "gain", "magnitude": 0.1, "sparsity": 0.5}, 512, True), ({"kind": "spike", "magnitude": 8, "rate": 0.5}, 511, False),
-        ({"kind": "spike", "magnitude": 8, "rate": 0.5}, 512, True), ({"kind": "bit_flip", "magnitude": 0.25}, 1023, False),
-        ({"kind": "bit_flip", "magnitude": 0.25}, 1024, True), ({"kind": "bit_flip", "magnitude": 1e-9}, 100, True),
-        ({"kind": "bit_flip", "magnitude": 1e-7}, 100, False), ({"kind": "dead_zone", "magnitude": 0.5}, 511, False),
-        ({"kind": "dead_zone", "magnitude": 0.5}, 512, True), ({"kind": "saturation", "magnitude": 0.5}, 256, True),
+        ({"kind": "gain", "magnitude": 0.1, "sparsity": 0.5}, 511, False), ({"kind": "gain", "magnitude": 0.1, "sparsity": 0.5}, 512, True),
+        ({"kind": "bit_flip", "magnitude": 0.25}, 1023, False), ({"kind": "bit_flip", "magnitude": 0.25}, 1024, True),
+        ({"kind": "bit_flip", "magnitude": 1e-9}, 100, True), ({"kind": "bit_flip", "magnitude": 1e-7}, 100, False),
+        ({"kind": "dead_zone", "magnitude": 0.5}, 511, False), ({"kind": "dead_zone", "magnitude": 0.5}, 512, True),
         ({"kind": "saturation", "magnitude": 0.5, "scope": "absolute"}, 10**9, False), ({"kind": "mxfp4"}, 256, True),
     ],
 )  # fmt: skip

@@ -47,27 +47,6 @@ IDS = torch.tensor([[3, 7, 11, 5]])
 SOFTMAX = "attention is one kernel (sdpa), inside of which its softmax (op.softmax) cannot be hit"
 
 
-def notes(model, plan):
-    """Those of a plan that was attached and never ran."""
-    injection = st.inject(model, plan)
-    found = injection.ledger.sites[0].notes
-    injection.close(check=False)
-    return found
-
-
-@pytest.mark.parametrize("plan", ["gain:0.1@op.silu", "gain:0.1@module.linear", "gain:0.1@op.sdpa"])
-def test_nothing_is_said_where_nothing_is_hidden(tiny_llama, plan):
-    assert notes(tiny_llama, plan) == []
-
-
-def test_nothing_is_said_where_the_operators_are_met(tiny_llama):
-    tiny_llama.set_attn_implementation("eager")
-    with st.inject(tiny_llama, "gain:0.1@op.softmax") as ledger:
-        tiny_llama(IDS)
-    assert ledger.sites[0].notes == []
-    assert ledger.forward == 4
-
-
 @pytest.mark.filterwarnings("ignore:gain")
 def test_a_clause_that_nothing_came_of_ends_with_the_reason(tiny_llama):
     injection = st.inject(tiny_llama, "gain:0.1@op.softmax").enable()

@@ -22,11 +22,8 @@ class Sampler(nn.Module):
     def forward(self, x):
         return self.proj(x)
 
-    def generate(self, fails=False):
-        outs = [self(torch.eye(8)) for _ in range(3)]
-        if fails:
-            raise ZeroDivisionError
-        return outs
+    def generate(self):
+        return [self(torch.eye(8)) for _ in range(3)]
 
 
 @pytest.fixture

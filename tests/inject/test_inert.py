@@ -117,11 +117,6 @@ def test_a_pass_that_raised_does_not_count():
     assert unharmed("gain:0.1@module.1", fail, model)
 
 
-def test_a_part_of_the_model_that_is_called_alone_does_not_count():
-    model = nn.Sequential(two_linears(), two_linears())
-    assert not unharmed("gain:0.1@op.matmul;gain:0.1@module.1.0", lambda i, m: run(i, m[0]), model)
-
-
 def test_aqn_is_judged_by_its_own_rules():
     """The first third of this schedule is silent, and in bfloat16 rounding swallows the last."""
     model = nn.Sequential(nn.RMSNorm(64)).bfloat16()

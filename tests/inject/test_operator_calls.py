@@ -28,39 +28,22 @@ def spots(ledger):
 
 CALLS = {
     "torch.mm": ("matmul", lambda a: torch.mm(a, a)),
-    "Tensor.bmm": ("matmul", lambda a: a[None].bmm(a[None])),
-    "Tensor.matmul": ("matmul", lambda a: a.matmul(a)),
     "__rmatmul__": ("matmul", lambda a: a.__rmatmul__(a)),
-    "Tensor.mv": ("matmul", lambda a: a.mv(a[0])),
     "addmv": ("matmul", lambda a: torch.addmv(a[0], a, a[1])),
-    "Tensor.addmm": ("matmul", lambda a: a.addmm(a, a)),
-    "addbmm": ("matmul", lambda a: torch.addbmm(a, a[None], a[None])),
-    "inner": ("matmul", lambda a: torch.inner(a, a)),
     "Tensor.inner": ("matmul", lambda a: a.inner(a)),
     "tensordot": ("matmul", lambda a: torch.tensordot(a, a, dims=1)),
     "multi_dot": ("matmul", lambda a: torch.linalg.multi_dot([a, a, a])),
-    "linalg.matmul": ("matmul", lambda a: torch.linalg.matmul(a, a)),
-    "chain_matmul": ("matmul", lambda a: torch.chain_matmul(a, a)),
     "bilinear": ("matmul", lambda a: F.bilinear(a, a, torch.ones(2, 4, 4))),
-    "torch.bilinear": ("matmul", lambda a: torch.bilinear(a, a, torch.ones(2, 4, 4), None)),
     "einsum of a list": ("matmul", lambda a: torch.einsum("ij,jk->ik", [a, a])),
     "linear with a bias": ("matmul", lambda a: F.linear(a, a, a[0])),
-    "torch._C._nn.linear": ("matmul", lambda a: torch._C._nn.linear(a, a)),
     "aten.bmm": ("matmul", lambda a: aten.bmm(a[None], a[None])),
-    "aten.addmm": ("matmul", lambda a: aten.addmm(a, a, a)),
     "special.softmax": ("softmax", lambda a: torch.special.softmax(a, -1)),
     "_softmax": ("softmax", lambda a: torch._softmax(a, -1, False)),
-    "softmax by dim": ("softmax", lambda a: F.softmax(a, dim=0)),
     "softmax of a type": ("softmax", lambda a: torch.softmax(a, -1, dtype=torch.float64)),
-    "torch._C._nn.gelu": ("gelu", lambda a: torch._C._nn.gelu(a)),
     "gelu by tanh": ("gelu", lambda a: F.gelu(a, approximate="tanh")),
     "torch.layer_norm": ("layer_norm", lambda a: torch.layer_norm(a, (4,))),
-    "F.layer_norm": ("layer_norm", lambda a: F.layer_norm(a, [4])),
     "torch.rms_norm": ("rms_norm", lambda a: torch.rms_norm(a, (4,))),
-    "F.rms_norm": ("rms_norm", lambda a: F.rms_norm(a, (4,))),
-    "aten.silu": ("silu", lambda a: aten.silu(a)),
     "sdpa": ("sdpa", lambda a: F.scaled_dot_product_attention(a[None], a[None], a[None])),
-    "torch._C._nn.sdpa": ("sdpa", lambda a: torch._C._nn.scaled_dot_product_attention(a[None], a[None], a[None])),
 }
 
 
@@ -76,12 +59,8 @@ NOT_COVERED = {
     "log_softmax": lambda a: F.log_softmax(a, -1),
     "overload": lambda a: aten.mm.default(a, a),
     "mul": lambda a: a * a,
-    "dot by hand": lambda a: (a * a).sum(),
-    "outer": lambda a: torch.outer(a[0], a[1]),
-    "group_norm": lambda a: F.group_norm(a, 2),
     "relu": lambda a: F.relu(a),
     "to": lambda a: a.to(torch.float64),
-    "float": lambda a: a.double().float(),
 }
 
 
@@ -94,7 +73,6 @@ def test_what_is_no_covered_operator_is_left_as_it_is(name):
 IN_PLACE = {
     "addmm_": (lambda a: (a.clone(), a, a)),
     "baddbmm_": (lambda a: (a.clone()[None], a[None], a[None])),
-    "addbmm_": (lambda a: (a.clone(), a[None], a[None])),
     "addmv_": (lambda a: (a[0].clone(), a, a[1])),
 }
 
@@ -113,11 +91,8 @@ def test_an_operator_in_place_leaves_its_faulty_result_where_it_was_told(name, o
     assert found is kept[1] and torch.allclose(found, 2 * clean, atol=1e-5) and spots(ledger) == {"matmul": 1}
 
 
-W = A.clone().requires_grad_()
-
-
 def test_two_clauses_act_one_after_the_other_on_a_result_and_on_a_gradient():
-    a = W.detach().clone().requires_grad_()
+    a = A.clone().requires_grad_()
     model = Body(lambda a: a @ A)
     with st.inject(model, "systematic_bias:1@op.matmul,direction=forward;gain:1@op.matmul") as ledger:
         found = model(a)
@@ -143,7 +118,3 @@ def test_a_module_that_is_an_operator_is_met_as_one_and_the_same_operator_inside
     with st.inject(model, "gain:1@op.gelu+matmul,direction=forward") as ledger:
         model(A)
     assert spots(ledger) == {"gelu": 1, "matmul": 1}, "another operator inside is met"
-
-
-def stack():
-    return torch.overrides._get_current_function_mode_stack()

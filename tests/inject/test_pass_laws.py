@@ -1,10 +1,13 @@
 """One outermost call of a model is one pass: recursion, recomputation, interrupts and backward passes of other calls."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
 import shaketable as st
+from tests.inject.code_paths import Checkpointed
 from tests.inject.recomputation import Again
 
 X = torch.ones(2, 4)
@@ -113,27 +116,19 @@ def test_gradients_of_gradients_are_refused_where_a_fault_has_one_of_its_own():
             first.sum().backward()
 
 
-def test_a_norm_that_is_one_operator_has_faulty_gradients_of_its_input_and_of_its_weight():
-    class RMSNorm(nn.Module):
-        def __init__(self, weight):
-            super().__init__()
-            self.weight = nn.Parameter(torch.full((4,), 3.0)) if weight else None
-
-        def forward(self, x):
-            return x if self.weight is None else x * self.weight
-
-    class SiLU(nn.Module):
-        weight = 3  # a number, and no parameter
-
-        def forward(self, x):
-            return x * self.weight
-
-    for norm, plan, gradients in ((RMSNorm(True), "rms_norm", 2), (SiLU(), "silu", 1)):
-        model, x = nn.Sequential(norm), torch.ones(1, 4, requires_grad=True)
-        with st.inject(model, f"gain:1@op.{plan}") as ledger:
-            y = model(x)
-            y.sum().backward()
-        assert torch.equal(y, torch.full((1, 4), 6.0)) and torch.equal(x.grad, torch.full((1, 4), 6.0))
-        assert (ledger.forward, ledger.backward) == (1, gradients)
-        if gradients == 2:
-            assert torch.equal(norm.weight.grad, torch.full((4,), 2.0))
+def test_a_backward_in_another_thread_recomputes_in_the_frames_of_the_first_thread():
+    found = []
+    for elsewhere in (False, True):
+        torch.manual_seed(0)
+        model, x = Checkpointed("product"), torch.ones(2, 8, requires_grad=True)
+        with st.inject(model, "relative_gaussian:0.5@op.matmul", seed=1) as ledger:
+            y = model(x, reentrant=False)
+            if elsewhere:
+                thread = threading.Thread(target=y.backward)
+                thread.start()
+                thread.join()
+            else:
+                y.backward()
+            assert ledger.to_dict()["sites"][0]["recomputed"] == 2
+        found.append(x.grad)
+    assert torch.equal(*found)

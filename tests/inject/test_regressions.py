@@ -25,8 +25,8 @@ class InPlace(nn.Module):
         return h
 
 
-class WrittenOut(nn.Module):
-    """A SiLU in Python."""
+class WrittenOutSiLU(nn.Module):
+    """In Python."""
 
     inplace = True
 
@@ -34,20 +34,11 @@ class WrittenOut(nn.Module):
         return x.mul_(torch.sigmoid(x))
 
 
-def inside(kind):
-    torch.manual_seed(0)
-    return InPlace(WrittenOutSiLU() if kind == "written out" else None)
-
-
-class WrittenOutSiLU(WrittenOut):
-    pass
-
-
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("direction", ["forward", "backward", "both"])
 @pytest.mark.parametrize("kind", ["torch", "written out"])
 def test_an_activation_in_place_is_left_alone_when_off_and_hit_in_place_when_on(kind, direction, grad):
-    model = inside(kind)
+    model = InPlace(WrittenOutSiLU() if kind == "written out" else None)
     with torch.set_grad_enabled(grad):
         clean = model(X).detach()
         injection = st.inject(model, f"gain:1@op.silu,direction={direction}", allow_inert=True).enable()
@@ -77,14 +68,11 @@ def test_what_is_named_twice_is_refused(plan, twice):
         st.inject(nn.Linear(4, 4), plan)
 
 
-def test_a_clause_that_is_not_there_has_no_magnitude_to_set():
+@pytest.mark.parametrize("clause", [1, 7])
+def test_a_clause_that_is_not_there_or_has_no_magnitude_cannot_be_set(clause):
     injection = st.inject(nn.Linear(4, 4), "gain:1@module.linear;mxfp4@module.linear", allow_inert=True)
-    with pytest.raises(PlanError, match="no clause 7 with a magnitude"):
-        injection.set_magnitude(0.1, clause=7)
-    with pytest.raises(PlanError, match="no clause 1 with a magnitude"):
-        injection.set_magnitude(0.1, clause=1)
-    injection.set_magnitude(0.5)
-    assert injection.ledger.sites[0].asked == 0.5
+    with pytest.raises(PlanError, match=f"no clause {clause} with a magnitude"):
+        injection.set_magnitude(0.1, clause=clause)
 
 
 @pytest.mark.parametrize(
@@ -92,12 +80,7 @@ def test_a_clause_that_is_not_there_has_no_magnitude_to_set():
     [
         ("mxfp4@module.linear", 0.1, "no clause with a magnitude in mxfp4"),
         ("gain:1@module.linear", -1, "magnitude -1: magnitude: Input should be greater than or equal to 0"),
-        ("gain:1@module.linear", float("nan"), "magnitude nan: magnitude: Input should be a finite number"),
-        (
-            "gain:1@module.linear;bit_flip:0.1@module.linear",
-            2,
-            "magnitude 2: magnitude: Input should be less than or equal to 1",
-        ),
+        ("gain:1@module.linear;bit_flip:0.1@module.linear", 2, "Input should be less than or equal to 1"),
     ],
 )
 def test_a_magnitude_that_cannot_be_set_changes_nothing(plan, magnitude, message):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shaketable as st
-from shaketable.inject.injection import Injection, inject, this_rank
+from shaketable.inject.injection import Injection, inject
 from shaketable.plan import Plan
 
 X = torch.ones(2, 4)
@@ -83,14 +83,6 @@ def test_a_plan_that_is_switched_off_inside_of_a_pass_does_no_more_in_it_and_clo
 
 
 # ---- what changes
-
-
-def test_a_process_of_a_group_has_the_rank_that_torch_says(monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    assert this_rank() == 3
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
-    assert this_rank() == 5 == Injection(Plan.parse("gain:1@layer.0")).rank and made(rank=1).rank == 1
 
 
 def test_a_process_that_goes_on_keeps_the_statistic_that_a_fault_took_at_its_first_use():

@@ -55,9 +55,7 @@ def test_experts_have_their_stacked_weights_quantized():
     assert not torch.equal(clean, noisy)
 
 
-@pytest.mark.parametrize(
-    "fault", ["dead_zone:0.3,scope=token", "gain:0.5", "gain:0.5,sparsity=0.5", "saturation:0.5,scope=token", "mxfp4"]
-)
+@pytest.mark.parametrize("fault", ["dead_zone:0.3,scope=token", "gain:0.5,sparsity=0.5", "mxfp4"])
 def test_a_weight_that_is_stored_the_other_way_round_has_the_values_and_gradients_of_a_linear(fault):
     """Rows of a linear are columns of GPT-2's Conv1D: what is faulty, and which gradient vanishes, must not depend on it."""
     torch.manual_seed(0)
@@ -117,13 +115,6 @@ class Careful(nn.Linear):
         with torch.no_grad():
             kind = self.weight.dtype
         return super().forward(x.to(kind))
-
-
-class Idle(nn.Linear):
-    """Never looks at its weight."""
-
-    def forward(self, x):
-        return x
 
 
 def test_a_first_look_without_gradients_costs_no_gradient():

@@ -12,7 +12,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from shaketable.launch import process_identity
 from shaketable.launch.process import ProcessInjection
 from shaketable.plan import Plan
-from shaketable.sites.phases import phase
 from tests.tensors import same
 
 LINEAR = "relative_gaussian:0.05@module.linear"
@@ -111,41 +110,6 @@ def test_a_model_that_the_program_has_let_go_is_not_kept():
         del one
         gc.collect()
         assert seen() is None and found.injection.models == [] and found.injection.is_training
-
-
-def test_models_in_which_nothing_matches_are_noted_with_their_phase():
-    with Process("gain:1@module.rmsnorm;gain:1@module.gelu") as found:
-        nn.Sequential(linear()).eval()(X)
-        with phase("rollout"):
-            nn.Sequential(linear())(X)
-        nn.ReLU()(X)
-        assert found.unmatched_models == {("Sequential", "eval"), ("Sequential", "rollout")} and found.names == []
-        assert found.unmatched[0].startswith("module.rmsnorm: nothing in Sequential matches 'rmsnorm'")
-
-
-class Bare(nn.Module):
-    """Can be called without an argument."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = linear()
-
-    def forward(self, x=X, scale=1.0, more=0.0):
-        return scale * self.inner(x) + more
-
-
-@pytest.mark.parametrize("plan", ["relative_gaussian:0.1@module.Bare,point=input", "relative_gaussian:0.1@module.linear"])
-def test_the_first_call_of_a_model_is_one_pass_whether_it_was_met_before_or_in_it(plan):
-    found = []
-    for is_met in (False, True):
-        one = Bare()
-        with Process(plan) as here:
-            if is_met:
-                here.meet(one)
-            found.append([one(X).detach() for _ in range(3)])
-            assert here.injection.inert_check.phases["train"] == 3
-    assert same(*found) and not torch.equal(found[0][0], found[0][1])
 
 
 # ---- operators

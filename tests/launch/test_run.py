@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests import slow
-from tests.launch.under_run import LINEAR, PROGRAMS, program, under_plan
+from tests.launch.under_run import LINEAR, PROGRAMS, TORCHRUN, program, under_plan
 from tests.waiting import wait_until
 
 
@@ -63,9 +63,7 @@ def test_workers_have_faults_and_write_their_own_ledger(tmp_path, kind, fires, a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("package", "start"), [("multiprocessing", "fork"), slow("multiprocessing", "spawn"), slow("torch.multiprocessing", "fork")]
-)
+@pytest.mark.parametrize(("package", "start"), [("multiprocessing", "fork"), ("torch.multiprocessing", "spawn")])
 def test_a_pool_ends_its_children_and_no_pass_is_lost(tmp_path, package, start):
     code, ledger, printed = under_plan(tmp_path / "l", LINEAR, *program("pool.py", package, start))
     assert code == 0, printed
@@ -92,16 +90,7 @@ def test_compiled_programs_have_faults_wherever_their_models_are_met(tmp_path, p
 @pytest.mark.slow
 def test_ranks_share_the_broken_lanes_and_not_the_noise(tmp_path):
     plan = "relative_gaussian:0.05,sparsity=0.5@op.matmul"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(PROGRAMS / "ranks.py"),
-    ]
-    code, ledger, printed = under_plan(tmp_path / "l", plan, *command)
+    code, ledger, printed = under_plan(tmp_path / "l", plan, *TORCHRUN, str(PROGRAMS / "ranks.py"))
     assert code == 0, printed
     acted = [w for w in ledger["workers"] if w["forward"]]
     assert sorted(w["rank"] for w in acted) == [0, 1]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 PROGRAMS = Path(__file__).with_name("programs")
 LINEAR = "relative_gaussian:0.05@module.linear"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def under_plan(folder: Path, plan: str, *command: str, env: dict[str, str] | None = None) -> tuple[int, dict, str]:

@@ -1,7 +1,5 @@
 """What the program is doing: which of several claims wins, and what one rollout is."""
 
-import threading
-
 import pytest
 
 from shaketable.errors import PlanError
@@ -49,18 +47,3 @@ def test_one_outermost_block_is_one_rollout_and_each_has_a_number_of_its_own():
     assert current_rollout() is None
     with phase("train"):
         assert current_rollout() is None
-
-
-def test_rollouts_of_two_threads_have_two_numbers():
-    found = []
-
-    def roll():
-        with phase("rollout"):
-            found.append(current_rollout())
-
-    threads = [threading.Thread(target=roll) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(found)) == 4 and None not in found

@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed import fsdp
 
 from shaketable.plan import Plan
-from shaketable.sites import structure
 from shaketable.sites.match import targets
 from shaketable.sites.structure import Anatomy, class_name, find_layers
 
@@ -64,14 +63,9 @@ def role(module, path="model.thing", **beside):
     ("module", "wanted"),
     [
         (holding("LlamaRMSNorm", weight=2), "rmsnorm"),
-        (holding("RMSNormGated", weight=2), "rmsnorm"),
         (holding("Qwen3RMSNorm"), None),
         (holding("SomeRMSNorm", weight=(2, 2)), None),
-        (nn.RMSNorm(2, elementwise_affine=False), None),
         (nn.LayerNorm(2), "layernorm"),
-        (nn.LayerNorm((2, 2)), None),
-        (nn.LayerNorm(2, elementwise_affine=False), None),
-        (holding("FusedLayerNorm", weight=3), "layernorm"),
         (nn.Embedding(3, 2), "embedding"),
         (holding("VocabParallelEmbedding", weight=(3, 2)), "embedding"),
         (holding("LlamaRotaryEmbedding"), None),
@@ -80,29 +74,16 @@ def role(module, path="model.thing", **beside):
         (holding("Linear4bit", weight=(2, 2)), "linear"),
         (holding("Linear4bit", weight=4), None),
         (holding("MixtralExperts", up=(2, 2, 2), down=(2, 2, 2), scale=2), "linear"),
-        (holding("MixtralExperts", up=(2, 2, 2), bias=None), "linear"),
         (holding("MixtralExperts", weight=(2, 2)), None),
-        (holding("MixtralExperts"), None),
-        (holding("ExpertsOfLinear", weight=(2, 2)), "linear"),
         (holding("SomeExperts", module="vllm.layers", up=(2, 2, 2)), None),
         (holding("Conv1D", weight=(2, 2)), "linear"),
-        (holding("MyConv1D", weight=(2, 2)), None),
-        (holding("NonDynamicallyQuantizableLinear", weight=(2, 2)), "linear"),
         (holding("Linear", weight=None), None),
-        (nn.Bilinear(2, 2, 2), None),
         (nn.Conv2d(1, 1, 1), None),
-        (nn.BatchNorm1d(2), None),
-        (nn.GroupNorm(1, 2), None),
         (around(nn.Linear(2, 2), name="LlamaAttention"), "attention"),
-        (around(nn.Linear(2, 2), name="LlamaFlashAttention2"), "attention"),
-        (around(nn.Linear(2, 2), name="SelfAttentionBlock"), "attention"),
         (kind("Attention")(), None),
         (around(nn.Linear(2, 2), name="LlamaMLP"), "mlp"),
-        (around(nn.Linear(2, 2), name="SomeFeedForward"), "mlp"),
         (around(nn.Linear(2, 2), name="Qwen3MoeSparseMoeBlock"), "mlp"),
         (around(nn.Linear(2, 2), name="MLPBlock"), None),
-        (kind("LlamaMLP")(), None),
-        (nn.Identity(), None),
         (nn.Sequential(nn.Linear(2, 2)), None),
     ],
 )  # fmt: skip
@@ -130,24 +111,6 @@ def test_the_head_that_a_model_names_is_the_head_whatever_it_is_called():
     assert roles(inside)["model.out"] == "lm_head", "a model inside of another may say it"
 
 
-def test_a_head_in_two_adapters_is_the_innermost():
-    out = nn.Linear(2, 4)
-    wrapped = around(base_layer=around(base_layer=out))
-    assert roles(model_that_says(wrapped, out=wrapped)) == {"": None, "out": "lm_head"}
-
-
-# Mixtures of experts
-
-
-@pytest.mark.parametrize("name", ["gate", "router", "shared_expert_gate"])
-def test_a_router_is_a_product_of_that_name_in_a_mixture(name):
-    assert role(nn.Linear(2, 2), f"mlp.{name}", experts=nn.Linear(2, 2)) == "router"
-    assert role(nn.Sequential(nn.Linear(2, 2)), f"mlp.{name}", experts=nn.Linear(2, 2)) is None, "it has a weight"
-    assert role(nn.Linear(2, 2), f"mlp.{name}.dense", experts=nn.Linear(2, 2)) == "linear"
-    if name != "shared_expert_gate":
-        assert role(nn.Linear(2, 2), f"mlp.{name}") == "linear", "without experts it is a product"
-
-
 # Adapters
 
 
@@ -157,9 +120,6 @@ def test_a_router_is_a_product_of_that_name_in_a_mixture(name):
 )  # fmt: skip
 def test_an_adapter_is_what_its_path_calls_one(path, wanted):
     assert role(nn.Linear(2, 2), path) == wanted
-
-
-# Which of two rules wins
 
 
 # Stacks of layers
@@ -184,19 +144,6 @@ def test_a_decoder_wins_over_an_encoder_and_both_over_eyes_whatever_their_size()
 
 
 # Names
-
-
-@pytest.mark.parametrize(
-    ("raw", "name"),
-    [
-        ("", ""), ("module", ""), ("_orig_mod", ""), ("base_model.model", ""), ("module.module", ""), ("base_layer", ""),
-        ("model.base_model.model.q", "model.base_model.model.q"), ("base_model.model.base_model.model.q", "base_model.model.q"),
-        ("base_model.module.q", "base_model.module.q"), ("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.q", "layers.0.q"),
-        ("module._fsdp_wrapped_module.module.q", "q"), ("model._orig_mod.layers", "model.layers"), ("modules.q", "modules.q"),
-    ],
-)  # fmt: skip
-def test_what_wrappers_put_into_a_path_is_taken_out(raw, name):
-    assert structure.canonical(raw) == name
 
 
 def test_a_module_under_fsdp2_has_the_class_that_it_had():

@@ -20,8 +20,6 @@ x = torch.randn(32, 16)
 model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
 if kind == "other model" and rank == 1:
     nn.Sequential(nn.Conv1d(1, 1, 3))(x[:, None])
-elif kind == "layer" and rank == 1:
-    nn.Conv1d(1, 1, 3)(x[:, None])
 elif kind == "no model" and rank == 1:
     pass
 elif kind == "evaluation":  # rank 0 alone evaluates, as many programs do
@@ -31,11 +29,6 @@ elif kind == "evaluation":  # rank 0 alone evaluates, as many programs do
 elif kind == "loader":  # workers are forks of a rank, and are none themselves
     for batch in DataLoader(x, batch_size=16, num_workers=2):
         model(batch)
-elif kind == "backward":  # rank 0 alone learns
-    y = model(x)
-    if rank == 0:
-        y.sum().backward()
-        torch.optim.SGD(model.parameters()).step()
 else:
     for _ in range(3):
         model(x)
