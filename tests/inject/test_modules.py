@@ -184,24 +184,6 @@ def test_a_module_without_a_tensor_there_is_named(point, value):
     assert str(refused.value) == f"module.thing: thing {said}"
 
 
-@pytest.mark.parametrize(
-    ("plan", "wanted"),
-    [
-        ("gain:1@module.linear,point=input", torch.bfloat16),
-        ("gain:1@module.linear,point=input,phase=rollout", torch.float32),
-        ("gain:0@module.linear,point=input", torch.float32),
-        ("gain:0@module.linear,point=input;gain:1@module.linear,point=input", torch.bfloat16),
-    ],
-)
-def test_what_a_product_is_given_is_cast_before_the_fault_where_one_acts(plan, wanted):
-    layer, seen = nn.Linear(4, 4), []
-    model = nn.Sequential(layer)
-    with torch.autocast("cpu", torch.bfloat16), st.inject(model, plan, allow_inert=True):
-        layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
-        model(X)
-    assert seen == [wanted]
-
-
 def test_what_is_no_model_is_refused():
     with pytest.raises(PlanError, match=r"^inject needs a torch\.nn\.Module, not dict$"):
         st.inject({}, "gain:1@module.linear")

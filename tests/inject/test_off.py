@@ -18,8 +18,6 @@ PLANS = [
     "relative_gaussian:0.05@module.linear,direction=both",
     "relative_gaussian:0.05@module.linear,point=input",
     "relative_gaussian:0.05@module.rmsnorm,point=weight",
-    "dead_zone:0.1,scope=token@layer.all",
-    "relative_gaussian:0.05@op.all",
     "relative_gaussian:0.05@op.matmul;dead_zone:0.1@module.rmsnorm",
 ]
 

@@ -32,26 +32,6 @@ def is_hooked(model):
 # ---- on, off, closed
 
 
-def test_a_model_that_comes_while_the_plan_is_on_is_hooked_at_once_and_one_that_comes_before_is_not():
-    first, second, third = linear(), linear(), linear()
-    injection = made()
-    injection.attach(first)
-    assert not is_hooked(first)
-    assert injection.enable() is injection
-    injection.attach(second)
-    assert is_hooked(first) and is_hooked(second)
-    assert injection.disable() is injection
-    injection.attach(third)
-    assert not is_hooked(third) and is_hooked(first)
-    injection.enable()
-    assert [attached.owner for attached in injection.models] == [0, 1, 2]
-    for model in (first, second, third):
-        assert torch.equal(model(X), torch.full((2, 4), 8.0))
-    injection.close()
-    assert not any(map(is_hooked, (first, second, third)))
-    assert {name: s.fires(False) for name, s in injection.sites[0].spots.items()} == {"0": 1, "model1.0": 1, "model2.0": 1}
-
-
 def test_blocks_nest_and_the_outermost_closes_whatever_raised_inside():
     model = linear()
     injection = inject(model, GAIN)

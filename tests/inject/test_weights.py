@@ -74,24 +74,7 @@ def test_a_weight_that_is_stored_the_other_way_round_has_the_values_and_gradient
     assert not torch.allclose(found[0][0], x @ linear.weight.T)
 
 
-GAIN = "gain:1@module.linear,point=weight"
 X = torch.ones(1, 4)
-
-
-def linear():
-    return nn.Linear(4, 4, bias=False)
-
-
-@pytest.mark.parametrize(("dtype", "seen"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float64)])
-def test_under_autocast_the_fault_of_a_product_acts_on_the_type_that_is_multiplied(dtype, seen):
-    layer = linear().to(dtype)
-    found = []
-    with st.inject(layer, GAIN):
-        layer.register_forward_pre_hook(lambda m, _: found.append(m.weight.dtype))
-        layer(X.to(dtype))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            layer(X.to(dtype))
-    assert found == [dtype, seen]
 
 
 def test_a_weight_that_is_read_twice_in_a_call_is_made_and_counted_once():

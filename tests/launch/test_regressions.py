@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests import slow
 from tests.launch.test_process import Process, X, model
 from tests.launch.under_run import under_plan
 
@@ -64,26 +63,18 @@ import torch
 from torch import nn
 
 
-def work(number, start):
-    if start == "group":
-        torch.distributed.init_process_group("gloo", init_method=f"file://{os.getcwd()}/group", rank=number, world_size=2)
+def work():
     torch.manual_seed(0)
     model, x = nn.Linear(8, 8), torch.ones(2, 8)
     with torch.no_grad():
         found = model(x)
-    with open(f"{sys.argv[2]}-{os.getpid()}.noise", "w") as file:
+    with open(f"{sys.argv[1]}-{os.getpid()}.noise", "w") as file:
         file.write(repr(float(found.double().sum())))
-    if start == "group":
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    start = sys.argv[1]
-    context = multiprocessing.get_context("spawn" if start == "group" else "fork")
-    children = [context.Process(target=work, args=(number, start)) for number in range(2)]
-    if start != "group":
-        work(-1, start)
+    children = [multiprocessing.get_context("fork").Process(target=work) for _ in range(2)]
+    work()
     for child in children:
         child.start()
     for child in children:
@@ -92,17 +83,15 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("start", [slow("group"), "fork"])
-def test_processes_of_one_program_do_not_share_their_noise(without_rank, tmp_path, monkeypatch, start):
+def test_processes_of_one_program_do_not_share_their_noise(without_rank, tmp_path, monkeypatch):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
     found = []
-    for repeat in ("a", "b") if start == "fork" else ("a",):
-        code, ledger, printed = under_plan(tmp_path / repeat, LINEAR, sys.executable, str(program), start, repeat)
+    for repeat in "ab":
+        code, ledger, printed = under_plan(tmp_path / repeat, LINEAR, sys.executable, str(program), repeat)
         assert code == 0, printed
         found.append(sorted(file.read_text() for file in tmp_path.glob(f"{repeat}-*.noise")))
         ranks = [worker["rank"] for worker in ledger["workers"] if worker["forward"]]
-        assert len(set(ranks)) == len(ranks) == len(found[-1]) == (2 if start == "group" else 3)
-        assert start == "fork" or sorted(ranks) == [0, 1]
+        assert len(set(ranks)) == len(ranks) == len(found[-1]) == 3
     assert found[0] == found[-1] and len(set(found[0])) == len(found[0])

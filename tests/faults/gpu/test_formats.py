@@ -91,18 +91,6 @@ def test_layout_does_not_matter_to_the_kernels():
         assert all(same(f.apply(x, Draw(1)), f.apply(x.contiguous(), Draw(1))) for f in FORMATS)
 
 
-@pytest.mark.parametrize(
-    ("length", "width", "steps"),
-    [
-        (1, 1, 1), (5, 8, 1), (32, 32, 1), (33, 64, 1), (128, 128, 1), (576, 64, 9), (1536, 512, 3), (4096, 4096, 1), (8960, 1024, 9),
-        (11008, 4096, 3), (14336, 2048, 7), (16384, 4096, 4), (18944, 4096, 5), (20480, 4096, 5), (20481, 2048, 0), (100_000, 8192, 0),
-    ],
-)  # fmt: skip
-def test_tiles_are_as_wide_as_wastes_little(length, width, steps):
-    parts = cut(4, length, length)
-    assert (parts.width, parts.steps) == (width, steps)
-
-
 def test_a_segment_that_is_held_has_few_idle_lanes_and_few_registers():
     for length in (*range(1, 600), 1000, 1537, 8193, 12289, 16385, 20480):
         parts = cut(4096, length, length)
@@ -110,12 +98,3 @@ def test_a_segment_that_is_held_has_few_idle_lanes_and_few_registers():
         assert length <= lanes < 1.25 * length + 64
         assert lanes * parts.group <= 72 * threads
         assert threads <= 512
-
-
-def test_segments_cover_each_row_by_itself():
-    parts = cut(3, 70, 32)
-    assert (parts.per_row, parts.count, parts.padded) == (3, 9, 288)
-    assert parts.shape["RAGGED"]
-    assert not cut(64, 64, 32).shape["RAGGED"]
-    assert cut(64, 64, 32).shape["EVEN"]
-    assert not cut(63, 32, 32).shape["EVEN"]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from shaketable.faults.clipping import top
 from shaketable.faults.gpu import dispatch as gpu
-from shaketable.faults.gpu.dispatch import PARTIALS, _share
 from shaketable.faults.noise import middle, size, spread
 from tests.faults.gpu.kernel_route import DEVICE, HARD, NAN, fused, kernels, plain, quick, tensors
 from tests.tensors import same_numbers as same
@@ -93,14 +92,6 @@ def test_the_same_tensor_gives_the_same_bits_every_time():
     with fused():
         for moment in MOMENTS.values():
             assert len({float(moment(x)) for _ in range(4)}) == 1
-
-
-@pytest.mark.parametrize("n", [1, 2048, 2049, 2048 * PARTIALS, 2048 * PARTIALS + 1, 3 * 2048 * PARTIALS, gpu.LARGEST])
-def test_shares_are_powers_of_two_and_cover_everything(n):
-    share, programs = _share(n)
-    assert share & (share - 1) == 0
-    assert programs <= PARTIALS
-    assert programs * share * 2048 >= n > (programs - 1) * share * 2048
 
 
 def test_several_blocks_to_a_program(monkeypatch):
