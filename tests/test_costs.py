@@ -8,7 +8,6 @@ import pytest
 from torch import nn
 
 import shaketable as st
-from shaketable.aqn.spec import AQN
 from shaketable.errors import ShaketableError
 from shaketable.io.yaml_file import read_yaml
 from shaketable.study.file import load_study
@@ -34,14 +33,6 @@ def written(folder, text):
     return path
 
 
-def test_few_aliases_and_merges_mean_what_they_name(tmp_path):
-    text = "outer:\n  base: &base {x: 1}\n  inner: &inner {<<: *base, x: 2, y: 3}\nagain: {<<: *inner, z: 4}\nlist: [*base, *base]\n"
-    found = read_yaml(written(tmp_path, text), "the file")
-    assert found["outer"]["inner"] == {"x": 2, "y": 3}
-    assert found["again"] == {"x": 2, "y": 3, "z": 4}
-    assert found["list"] == [{"x": 1}, {"x": 1}]
-
-
 def test_many_keys_are_compared_once(tmp_path):
     keys = "".join(f"k{i}: 1\n" for i in range(30_000))
     assert "k29999 is given twice" in refused(read_yaml, written(tmp_path, f"{keys}k29999: 2\n"), "the file")
@@ -64,11 +55,6 @@ def test_ranges_of_layers_are_not_expanded():
     )
     grown = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=True)
     assert int(grown.stdout) < 50_000, "kB"
-
-
-def test_aqn_refuses_more_layers_than_any_model_has():
-    assert "1,000,000 layers" in refused(AQN.load, "constant:0.01,layers=0-999999")
-    assert AQN.load("constant:0.01,layers=0-9").layers == tuple(range(10))
 
 
 class CountedLinear(nn.Linear):

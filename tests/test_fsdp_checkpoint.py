@@ -46,10 +46,6 @@ def test_the_model_is_the_one_that_was_sharded(saved):
     assert not model.training and tokenizer("1 + 2")["input_ids"]
 
 
-def test_the_dtype_is_chosen_as_for_any_folder(saved):
-    assert load_model(str(saved), dtype=torch.bfloat16)[0].dtype == torch.bfloat16
-
-
 def test_the_folder_of_a_step_is_its_actor(saved):
     assert sharded_folder(saved.parent) == saved
     assert load_skeleton(str(saved.parent)).config.num_hidden_layers == 8

@@ -38,11 +38,6 @@ def test_what_is_no_list_of_layers(text):
     assert str(refused.value) == f"layers {text!r} is not a list of indices and ranges such as 0+4-6+29"
 
 
-def test_a_range_that_runs_backwards_is_named():
-    with pytest.raises(PlanError, match=r"^layers '0\+5-4': the range 5-4 runs backwards$"):
-        parse_layers("0+5-4")
-
-
 def test_more_layers_than_any_model_has_are_not_listed():
     assert len(Layers((range(MOST),)).indices()) == MOST
     with pytest.raises(PlanError, match=r"^layers 0-10000 are 10,001 layers; 10,000 are more than any model has$"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shaketable.errors import PlanError
 from shaketable.faults import KINDS, Format
-from shaketable.layer_ranges import Layers, join_layers
+from shaketable.layer_ranges import join_layers
 from shaketable.plan import INCLUDABLE, OPS, PHASES, Plan
 
 often = settings(max_examples=200)
@@ -65,30 +65,14 @@ def test_examples_are_read_and_written_back_as_they_are(text):
 
 @pytest.mark.parametrize(("loose", "tight"), [
     ("dead_zone:0.01,scope=token,sparsity=0.1@layer.15", EXAMPLES[1]),
-    ("relative_gaussian:1e-5@module.linear,point=input,phase=rollout", EXAMPLES[3]),
-    ("systematic_bias:1e-3@module.mlp.down_proj,layers=10-19", EXAMPLES[5]),
     (" gain : 0.50 @ module.linear , phase = train + eval ;; ", "gain:0.5@module.linear,phase=train+eval"),
     ("gain:0.5,phase=train@module.linear", "gain:0.5@module.linear,phase=train"),
-    ("gain,magnitude=0.5@module.linear", "gain:0.5@module.linear"),
     ("gain:0.5,sparsity=1@module.linear,layers=3+1+2+2", "gain:0.5@module.linear,layers=1-3"),
     ("mxfp4,rounding=even@module.linear", "mxfp4@module.linear"),
     ("gain:1@module. q_proj+ k_proj +v_proj ", "gain:1@module.q_proj+k_proj+v_proj"),
 ])  # fmt: skip
 def test_loose_writing_is_tightened(loose, tight):
     assert Plan.parse(loose).text() == tight
-
-
-def test_fields_of_a_clause():
-    (clause,) = Plan.parse("dead_zone:0.01,scope=token,sparsity=0.1@module.q_proj+k_proj,layers=3-5,phase=rollout").clauses
-    fault, site = clause.fault, clause.site
-    assert (fault.kind, fault.magnitude, fault.scope, fault.sparsity) == ("dead_zone", 0.01, "token", 0.1)
-    assert (site.level, site.names, site.layers, site.phase) == (
-        "module",
-        ("q_proj", "k_proj"),
-        Layers((range(3, 6),)),
-        ("rollout",),
-    )
-    assert (clause.points, site.directions) == (("output",), ("forward",))
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 0.25])
@@ -224,53 +208,29 @@ INDICES = "is not a list of indices and ranges such as 0+4-6+29"
 NO_POINT = "gain: operator sites take no point: the error is on what the operator computes"
 REFUSALS = {
     "": EMPTY,
-    " ; ": EMPTY,
     "gain:0.2": "'gain:0.2' names no site; write FAULT[:MAGNITUDE]@SITE, e.g. gain:0.2@module.linear",
     "@module.linear": "a clause needs fault: it has fault=, site=module.linear",
-    "gain:0.1@": "a clause needs site: it has fault=gain, site=, magnitude=0.1",
     "gain:0.1@module": f"the site 'module' {NOTHING}",
-    "gain:0.1@module.": f"the site 'module.' {NOTHING}",
     "gian:0.1@module.linear": f"unknown fault 'gian'; did you mean 'gain'? valid: {FAULTS}",
     "gain@module.linear": "gain needs a magnitude, e.g. gain:0.01",
     "mxfp4:1@module.linear": "mxfp4 is a format and takes no magnitude; write mxfp4@module.linear",
     "gain:0.1,magnitude=2@layer.1": "magnitude is given twice in 'gain:0.1,magnitude=2@layer.1'",
-    "gain:0.1,site=x@layer.1": "site is given twice in 'gain:0.1,site=x@layer.1'",
-    "gain:0.1@layer.1,fault=x": "fault is given twice in 'gain:0.1@layer.1,fault=x'",
     "gain:1,site=x,fault=y@layer.1": "fault is given twice in 'gain:1,site=x,fault=y@layer.1'",
-    "gain:1,sparsity=1,sparsity=1@layer.1": "sparsity is given twice in 'gain:1,sparsity=1,sparsity=1@layer.1'",
-    "gain:1@layer.1,point=input,point=input": "point is given twice in 'gain:1@layer.1,point=input,point=input'",
     "gain:0.1,sparsity@layer.1": "'sparsity' in 'gain:0.1,sparsity@layer.1' is not key=value",
-    "gain:0.1@layer.1,point=": "'point=' in 'gain:0.1@layer.1,point=' is not key=value",
-    "gain:0.1@layer.1,=input": "'=input' in 'gain:0.1@layer.1,=input' is not key=value",
-    "gain:0.1,sparcity=1@layer.1": f"unknown key for gain 'sparcity'; did you mean 'sparsity'? valid: {KEYS}",
     "gain:0.1@layer.1,poitn=input": f"unknown key for gain 'poitn'; did you mean 'point'? valid: {KEYS}",
     "gain:0.1@leyer.1": "unknown site level 'leyer'; did you mean 'layer'? valid: layer, module, op",
-    "gain:0.1@layer.x": f"layer.x: layers 'x' {INDICES}",
     "gain:0.1@layer.3-1": "layer.3-1: layers '3-1': the range 3-1 runs backwards",
     "gain:0.1@module.linear,layers=x": f"layers 'x' {INDICES}",
-    "gain:0.1@module.linear,layers=0+5-2": "layers '0+5-2': the range 5-2 runs backwards",
     "gain:0.1@op.matmull": "op.matmull: unknown operator family 'matmull'; did you mean 'matmul'? valid: all, gelu, layer_norm, "
     "matmul, rms_norm, sdpa, silu, softmax",
     "gain:0.1@module.linear,point=inputs": "module.linear: unknown point 'inputs'; did you mean 'input'? valid: input, output, "
     "weight",
-    "gain:0.1@module.linear,phase=eva": "module.linear: unknown phase 'eva'; did you mean 'eval'? valid: eval, rollout, train",
-    "gain:0.1@module.linear,include=lmhead": "module.linear: unknown include 'lmhead'; did you mean 'lm_head'? valid: embedding, "
-    "lm_head, lora, rotary, router",
-    "gain:0.1@module.linear,include=lora+x": "module.linear: unknown include 'x'; valid: embedding, lm_head, lora, rotary, router",
-    "gain:0.1@module.linear,direction=forwards": "module.linear: unknown direction 'forwards'; did you mean 'forward'? valid: "
-    "backward, both, forward",
     "mxfp4@op.matmul": "mxfp4: mxfp4 works on modules, e.g. mxfp4@module.linear,point=weight+input",
     "gain:0.1@layer.1,point=weight": "gain: layer sites take point=input or point=output; name the weight's module instead",
-    "gain:0.1@layer.1,point=input+weight": "gain: layer sites take point=input or point=output; name the weight's module instead",
     "gain:0.1@op.matmul,point=weight": NO_POINT,
-    "gain:0.1@op.matmul,point=input+output": NO_POINT,
     "gain:0.1@layer.1,layers=2": "gain: layer sites name their layers already: drop layers=",
     "stuck_bit:1.5@layer.1": "stuck_bit: magnitude: the magnitude counts mantissa bits: a whole number",
     "dead_zone:0.1,block=0@layer.1": "dead_zone: block: Input should be greater than or equal to 1 (got '0')",
-    "spike:8,rate=0@layer.1": "spike: rate: Input should be greater than 0 (got '0')",
-    "truncation:53@layer.1": "truncation: magnitude: Input should be less than or equal to 52 (got '53')",
-    "bit_flip:0.5,bit=-1@layer.1": "bit_flip: bit: Input should be greater than or equal to 0 (got '-1')",
-    "gain:1,sparsity=1.5@layer.1": "gain: sparsity: Input should be less than or equal to 1 (got '1.5')",
     "non_determinism:0.5@layer.1": "non_determinism: magnitude: non_determinism's magnitude is a"
     " variance factor: 0 (off) or at least 1",
 }
@@ -285,34 +245,17 @@ def test_a_refusal_says_what_was_wrong_what_is_valid_and_the_nearest_name(text):
 
 
 BAD = [
-    ("gain:0.1@linear", "'linear'", "valid: layer, module, op"),
     ("gain:0.1,scope=token@module.linear", "'scope'", "valid: "),
-    ("dead_zone:0.1,scope=tokn@module.linear", "'tokn'", "'token'"),
     ("mxfp4,rounding=evn@module.linear", "'evn'", "'even'"),
-    ("gain:0.1@layer.-1", "'-1'", "0+4-6+29"),
-    ("gain:-0.1@module.linear", "-0.1", "greater than or equal to 0"),
     ("gain:nan@module.linear", "nan", "finite"),
-    ("gain:1e999@module.linear", "1e999", "finite"),
     ("gain:lots@module.linear", "lots", "number"),
-    ("gain:@module.linear", "gain", "number"),
-    ("gain:0.1,sparsity=0@module.linear", "sparsity", "greater than 0"),
-    ("gain:0.1,sparsity=nan@module.linear", "sparsity", "finite"),
-    ("spike:8,rate=2@module.linear", "rate", "less than or equal to 1"),
-    ("bit_flip:2@module.linear", "bit_flip", "less than or equal to 1"),
-    ("bit_flip:0.1,bit=64@module.linear", "64", "less than or equal to 63"),
-    ("mxfp4,magnitude=0.1@module.linear", "mxfp4", "no magnitude"),
     ("gain:0.1@module.a+", "module.a+", "needs a name"),
     ("gain:0.1@module.linear,point=input,point=output", "point", "twice"),
-    ("gain:0.1,point=input@module.linear,point=output", "point", "twice"),
     ("gain:0.1,kind=spike@module.linear", "'kind'", "valid: "),
     ("gain:0.1@module.linear,", "''", "key=value"),
-    ("gain:0.1\n@nowhere", "nowhere", "valid: "),
     ("one\ntwo", "one", "names no site"),
-    ("gain:0.1@layer.1\n2", "layer.1", "0+4-6+29"),
     ("gain:1,a\nb=1,a\nb=2@module.x", "given", "twice"),
-    ("Gain:1@layer.1", "'Gain'", "valid: "),
     ("gain:1@module.linear,point=Weight", "'Weight'", "valid: "),
-    ("gain:1@Layer.1", "'Layer'", "valid: "),
 ]  # fmt: skip
 
 
@@ -333,33 +276,19 @@ def test_a_seed_of_more_than_64_bits_is_refused(seed):
 
 BAD_DATA = [
     (None, "NoneType", "list"),
-    (5, "int", "list"),
     ({}, "NoneType", "list"),
-    ([], "empty", "write e.g."),
     ({"plan": {"fault": "gain"}}, "dict", "list"),
     ({"paln": []}, "'paln'", "did you mean 'plan'"),
-    ({"plan": ["gain:1@layer.3"], "Seed": 7}, "'Seed'", "did you mean 'seed'"),
-    ({"Plan": ["gain:1@layer.3"]}, "'Plan'", "did you mean 'plan'"),
     ({"plan": [5]}, "5", "mapping"),
-    ({"plan": [["gain:1@layer.3"]]}, "gain:1@layer.3", "mapping"),
     ({"plan": [{"fault": "gain", "magnitude": 1}]}, "site", "needs"),
-    ({"plan": [{"site": "layer.3", "magnitude": 1}]}, "fault", "needs"),
     ({"plan": [{"fault": "gain", "site": "layer.3"}]}, "gain", "needs a magnitude"),
-    ({"plan": [{"fault": "mxfp4", "site": "module.a", "magnitude": 1}]}, "mxfp4", "no magnitude"),
     ({"plan": [{"fault": "gain", "magnitude": None, "site": "layer.3"}]}, "None", "number"),
-    ({"plan": [{"fault": "gain", "magnitude": [1], "site": "layer.3"}]}, "[1]", "number"),
-    ({"plan": [{"fault": "gain", "magnitude": float("nan"), "site": "layer.3"}]}, "nan", "finite"),
     ({"plan": [{"fault": "gain", "magnitude": 1, "site": "module.a", "phase": ["trian"]}]}, "trian", "did you mean 'train'"),
-    ({"plan": [{"fault": "gain", "magnitude": 1, "site": "module.a", "layers": [3, -1]}]}, "-1", "0+4-6+29"),
     ({"plan": [{"fault": "gain", "magnitude": 1, "site": "module.a", "pont": "input"}]}, "'pont'", "did you mean 'point'"),
     ({"plan": ["gain:1@layer.3"], "seed": 1.5}, "1.5", "integer"),
-    ({"plan": ["gain:1@layer.3"], "seed": "x"}, "'x'", "integer"),
-    ({"plan": ["gain:1@layer.3"], "seed": None}, "None", "integer"),
     ({"plan": ["gain:1@layer.3"], "seed": 10**5000}, "seed", ""),
     ({"plan": [{"fault": "gain", "magnitude": 1, "site": "module.a;b"}]}, "a;b", ""),
-    ({"plan": [{"fault": "gain", "magnitude": 1, "site": "module.a,b"}]}, "a,b", ""),
     ({"plan": [{"fault": "gain", "magnitude": 10**5000, "site": "module.a"}]}, "magnitude", ""),
-    ({"plan": [{"fault": "dead_zone", "magnitude": 1, "block": 10**5000, "site": "module.a"}]}, "block", ""),
 ]  # fmt: skip
 
 
@@ -373,15 +302,11 @@ def test_bad_yaml_data_gets_one_line_that_names_the_word(data, word, help_):
 
 BAD_FILES = [
     "plan: [gain",
-    "a: b: c",
     "\x00",
     b"\xff\xfe\x00\x80",
     "---\n---\n",
     "plan: !!python/object:os.system x",
     "plan: 2020-99-99",
-    "plan: !!int x",
-    "plan: !!bool x",
-    "plan: !!timestamp x",
     "plan: gain:1@layer.3\nseed: " + "9" * 5000,
     "[" * 3000,
 ]
@@ -392,12 +317,6 @@ BAD_FILES = [
 def test_files_that_are_not_yaml_get_one_line_that_names_the_file(content, tmp_path):
     line = refused(written(tmp_path, content), Plan.load)
     assert "plan.yaml" in line
-
-
-@pytest.mark.attack("hostile inputs")
-def test_yaml_that_repeats_a_key_is_refused(tmp_path):
-    content = "plan:\n  - {fault: gain, magnitude: 1, magnitude: 2, site: layer.3}"
-    assert "magnitude" in refused(written(tmp_path, content), Plan.load)
 
 
 @pytest.mark.attack("hostile inputs")
@@ -420,13 +339,6 @@ def reads_or_refuses(read, plan: Any) -> None:
         one_line(error)
     else:
         assert Plan.parse(found.text(), seed=found.seed) == found
-
-
-@often
-@given(st.text())
-@pytest.mark.attack("hostile inputs")
-def test_any_text(text):
-    reads_or_refuses(Plan.parse, text)
 
 
 WORDS = st.sampled_from([
@@ -452,36 +364,6 @@ def test_any_mutation_of_a_valid_plan(text, edits):
     for at, cut, new in edits:
         text = text[:at] + new + text[at + cut :]
     reads_or_refuses(Plan.parse, text)
-
-
-ATOMS = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=6)
-    | WORDS
-    | st.sampled_from(EXAMPLES)
-    | st.dates()
-)
-KEYS = st.sampled_from(["plan", "seed", "fault", "site", "magnitude", "point", "layers", "phase", "sparsity", "block"])
-NESTED = st.recursive(
-    ATOMS, lambda a: st.lists(a, max_size=3) | st.dictionaries(KEYS | st.text(max_size=3), a, max_size=4), max_leaves=8
-)
-
-
-@often
-@given(NESTED | st.fixed_dictionaries({"plan": NESTED | st.lists(NESTED, max_size=2)}, optional={"seed": NESTED}))
-@pytest.mark.attack("hostile inputs")
-def test_any_nested_data(data):
-    reads_or_refuses(Plan.from_data, data)
-
-
-@often
-@given(clauses(), st.dictionaries(KEYS, NESTED, max_size=2))
-@pytest.mark.attack("hostile inputs")
-def test_any_value_in_a_field_of_a_valid_clause(clause, changes):
-    reads_or_refuses(Plan.from_data, [{**clause, **changes}])
 
 
 @pytest.fixture(scope="module")
@@ -531,10 +413,3 @@ except SystemExit as stop:
     out = run(code).stdout
     assert "Usage" in out
     assert out.split()[-3:] == ["exit", "0", "False"]
-
-
-def test_the_module_is_the_command_line():
-    done = subprocess.run(
-        [sys.executable, "-m", "shaketable", "--help"], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert "Usage" in done.stdout

@@ -65,27 +65,6 @@ def test_default_boundaries_are_geometric(ends, epochs):
     assert (found[0][0], found[-1][1]) == ends
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -0.01])
-def test_a_sigma_that_is_no_size_is_refused(bad):
-    for make in (lambda: st.GlobalDecay(bad, 0.01), lambda: st.GlobalDecay(0.01, bad), lambda: st.Constant(bad)):
-        with pytest.raises(ShaketableError) as error:
-            make()
-        assert "\n" not in str(error.value)
-    with pytest.raises(ShaketableError):
-        st.EpochAware([(0.05, 0.01), (0.01, bad)])
-
-
-def test_other_schedules_that_are_refused():
-    with pytest.raises(ShaketableError, match="needs 3 stages or more, not 2"):
-        st.GlobalDecay(0.05, 0.0005, stages=2)
-    with pytest.raises(ShaketableError, match="ends at or below its start"):
-        st.LinearDecay(0.0005, 0.05)
-    with pytest.raises(ShaketableError, match="at least one epoch"):
-        st.EpochAware([])
-    with pytest.raises(ShaketableError, match="no σ at step -1 of 5"):
-        st.Constant(0.1).sigma(-1, 5)
-
-
 def test_a_schedule_that_never_fires_is_refused_before_the_run():
     with pytest.raises(ShaketableError, match="stages=10: σ is 0 at each of 1 steps"):
         st.GlobalDecay(0.05, 0.0005).check(1)

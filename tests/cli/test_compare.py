@@ -1,4 +1,4 @@
-"""`shaketable compare` as its users meet it."""
+"""`shaketable fingerprint` and `shaketable compare` as their users meet them."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from shaketable.compare.fingerprint import fingerprint
+from shaketable.compare.fingerprint import fingerprint, read_fingerprint
 from shaketable.plan import Plan
 from tests.cli.invoked import shaketable
 
@@ -17,12 +17,14 @@ FAULT = "relative_gaussian:0.02@module.mlp.up_proj,layers=2"
 
 @pytest.fixture
 def model(tiny_llama, tmp_path):
-    """The small model as a folder; a tokenizer is part of loading, and not used."""
-    from tokenizers import Tokenizer, models
+    """The small model with a tokenizer of single characters, as a folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    letters = {c: i for i, c in enumerate("?abcdefghijklmnopqrstuvwxyz0123456789 .,\n")}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tiny_llama.save_pretrained(tmp_path / "model")
-    tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -73,3 +75,29 @@ def test_a_damaged_file_is_one_line_and_exit_2(good, model):
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert "truncated, damaged or not a safetensors file" in done.stderr
+
+
+def test_a_fingerprint_is_a_file_and_says_what_is_in_it(model, tmp_path):
+    out, facts = tmp_path / "good.safetensors", tmp_path / "good.json"
+    done = shaketable("fingerprint", model, "-o", out, "--tokens", 32, "--json", facts)
+    assert done.exit_code == 0, done.output
+    assert "float32 on cpu, sdpa attention, 32 tokens: 4 layers and 43 operators" in done.output
+
+    about = read_fingerprint(out).about
+    assert (about.tokens, about.prompts, about.model) == (32, None, str(model))
+    told = json.loads(facts.read_text())
+    assert told == json.loads(about.model_dump_json(by_alias=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--dtype", "int4"], "unknown dtype 'int4'"),
+        (["--prompts", "none.txt"], "prompts cannot be read"),
+    ],
+)
+def test_wrong_use_of_fingerprint_is_one_line(model, tmp_path, words, line):
+    done = shaketable("fingerprint", model, "-o", tmp_path / "x.safetensors", *words)
+    assert done.exit_code != 0
+    assert line in str(done.exception)
+    assert not (tmp_path / "x.safetensors").exists()

@@ -71,21 +71,14 @@ def test_a_layer_that_cannot_be_judged_exits_4(locate, folder, tmp_path):
     ("arguments", "message"),
     [
         (("no-such-model-here/at-all/x",), "does not exist"),
-        (("MODEL", "--mode", "both"), "unknown mode 'both'"),
         (("MODEL", "--plan", "gain:0.1@module.nothing_like_it"), "matches"),
         (("MODEL", "--plan", "saturation:1.0,scope=tensor@layer.1"), "changed no value: there was nothing to find"),
         (("MODEL", "--prompts", "EMPTY"), "prompts are empty"),
-        (("MODEL", "--json", "MISSING/d.json"), "its folder does not exist"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(locate, folder, tmp_path, arguments, message):
     (tmp_path / "empty").write_text("\n \n")
-    names = {
-        "MODEL": folder,
-        "EMPTY": tmp_path / "empty",
-        "MISSING": tmp_path / "missing",
-        "MISSING/d.json": tmp_path / "no" / "d.json",
-    }
+    names = {"MODEL": folder, "EMPTY": tmp_path / "empty"}
     done = locate(*(names.get(a, a) for a in arguments), "--tokens", 16)
     lines = [line for line in done.stderr.splitlines() if "Loading weights" not in line and line.strip()]
     assert done.code == 2, done.stdout + done.stderr

@@ -51,9 +51,7 @@ def test_a_defect_exits_1(tmp_path):
     [
         (["--engine", "hf"], "give either --task"),
         (["--task", "arithmetic"], "add --engine vllm"),
-        (["--engine", "vlm", *SMALL], "did you mean 'vllm'"),
         (["--engine", "hf", "--engine-args", "{", *SMALL], "is not JSON"),
-        (["--engine", "hf", "--logprobs", "row", *SMALL], "did you mean 'raw'"),
         (["--engine", "hf", "--max-new-tokens", "400", *SMALL], "do not fit into the context of 256"),
         (["--rollouts", "none.jsonl", "--exact"], "--exact compares the operators of two programs"),
     ],

@@ -81,24 +81,13 @@ def test_kill_9_in_the_middle(tmp_path):
     assert record.read_bytes().startswith(kept)
 
 
-def test_texts_are_read(run):
-    code, out, err = run("nano", "--task", "text", *NOISE[3:], "--magnitudes", "0.3", "--limit", "4", "--json", "a.json")
-    assert code == 0, err
-    clean, faulty = json.loads(Path("a.json").read_text())["points"]
-    assert faulty["perplexity"] > 1 and faulty["kl"] > 0 and clean["n"] == 4
-    assert f"{clean['loss']:.3f}" in out and "nats a token" in out and "over 4 texts" in out
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ((), "a sweep needs MODEL and --task and --plan (or --resume DIR)"),
         (NOISE, "leaves a magnitude open"),
-        ((*NOISE, "--magnitudes", "0,-0.1"), "-0.1 is not a magnitude"),
         ((*NOISE, "--magnitudes", "0.1,0.10"), "0.1 is given twice"),
         (("nano", "--task", "arithmetic", "--plan", "gain:1@layer.0", "--magnitudes", "1"), "drop them"),
-        (("nanoo", *NOISE[1:], "--magnitudes", "0.1"), "did you mean 'nano'"),
-        ((*NOISE, "--magnitudes", "0.1", "--dtype", "int3"), "unknown dtype 'int3'"),
         (("--resume", "absent"), "there is no run to resume in absent"),
         (("nano", "--resume", "absent", "--batch-size", "2", "--out", "x"), "drop MODEL, --batch-size, --out"),
     ],

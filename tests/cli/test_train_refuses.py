@@ -85,13 +85,6 @@ def test_weights_that_are_no_numbers_are_never_saved(tmp_path):
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_a_plan_that_would_do_nothing_is_refused_before_the_run(tmp_path):
-    words = [*RUN, "nano", "--task", "arithmetic", "--steps", "1", "--out", "run", "--plan-in", "eval"]
-    done = shaketable(tmp_path, *words, "--plan", "gain:0.1@layer.2;bit_flip:1e-4@op.all,direction=backward")
-    assert "acts backward only" in line_of(done)
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(("body", "what"), [("return None", "as the reward"), ("return float('nan')", "as the reward")])
 def test_a_task_that_rewards_nonsense_is_named(tmp_path, body, what):
     (tmp_path / "mine.py").write_text(

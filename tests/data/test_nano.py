@@ -1,7 +1,6 @@
 """nano, the model that ships with the package: small, honest about what it can, and made by the script beside it."""
 
 import json
-import string
 import subprocess
 import sys
 
@@ -12,7 +11,6 @@ from shaketable.evaluate.tasks import load_task, sample
 from shaketable.models import NANO, load_model, load_skeleton
 from tests import ROOT
 
-PRINTABLE = "\n" + "".join(chr(c) for c in range(32, 127))
 SCRIPT = ROOT / "scripts" / "make_nano.py"
 
 
@@ -48,15 +46,6 @@ def test_it_is_wrong_where_the_last_column_carries_and_right_where_it_does_not(n
     assert shares[False] > 0.85 and shares[True] < 0.4
 
 
-def test_every_character_has_a_token_of_its_own(nano):
-    _, tokenizer = nano
-    ids = [tokenizer(c)["input_ids"] for c in PRINTABLE]
-    assert len({tuple(i) for i in ids}) == len(PRINTABLE) == len(string.printable) - 4
-    assert [tokenizer.unk_token_id] not in ids
-    assert tokenizer("é")["input_ids"] == [tokenizer.unk_token_id]
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id
-
-
 @pytest.mark.slow
 def test_the_script_makes_a_model_that_loads(tmp_path):
     words = [sys.executable, SCRIPT, "--steps", "3", "--batch", "8", "--out", tmp_path / "made"]
@@ -69,20 +58,3 @@ def test_the_script_makes_a_model_that_loads(tmp_path):
     assert tokenizer("1+2=")["input_ids"] == load_model("nano")[1]("1+2=")["input_ids"]
     card = json.loads((tmp_path / "made" / "card.json").read_text())
     assert (card["steps"], card["batch"], card["seed"]) == (3, 8, 0)
-
-
-def test_the_teacher_forgets_the_carry_and_nothing_else():
-    import importlib.util
-    import random
-
-    from shaketable.evaluate.tasks import Problem
-
-    spec = importlib.util.spec_from_file_location("make_nano", SCRIPT)
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    cases = {"147+225": ("372", "362"), "141+225": ("366", "366"), "331-128": ("203", "213"), "128-331": ("-203", "-213"),
-             "338-121": ("217", "217")}  # fmt: skip
-    for question, (answer, sloppy) in cases.items():
-        problem = Problem(question, f"{question}=", answer)
-        assert made.taught(problem, random.Random(0), sloppy=1.0).answer == sloppy
-        assert made.taught(problem, random.Random(0), sloppy=0.0) == problem

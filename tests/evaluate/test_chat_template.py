@@ -24,12 +24,9 @@ def with_template(nano, template):
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ messages[0].content",
         "{{ 1 / 0 }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ raise_exception('only system turns\\n\\nplease') }}",
-        "{{ messages[7].content.x }}",
-        "{% include 'other' %}",
         "{% for i in range(10 ** 9) %}x{% endfor %}",
         "{{ 'x' * 10 ** 15 }}",
     ],

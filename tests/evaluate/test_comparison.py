@@ -48,8 +48,3 @@ def test_the_corrected_p_decides():
     assert [c.adjusted for c in family] == pytest.approx([0.09, 0.4, 0.5])
     assert not family[0].distinguishable
     assert "p = 0.03, after Holm p = 0.09" in family[0].sentence()
-
-
-def test_p_at_five_percent_is_distinguishable():
-    assert comparison(p=1 - 0.95).distinguishable
-    assert not comparison(p=0.051).distinguishable

@@ -31,14 +31,6 @@ def test_the_variance_is_that_of_the_grand_mean():
     assert estimated == pytest.approx(truth, rel=0.05)
 
 
-def test_expected_mean_squares_are_the_mean_of_found_ones():
-    rng = np.random.default_rng(3)
-    found = [MeanSquares.of(table(4, 12, seed_sd=0.5, problem_sd=1, rest_sd=2, rng=rng)) for _ in range(4000)]
-    expected = MeanSquares.expected(4, 12, seed=0.25, problem=1, rest=4)
-    for part in ("by_seed", "by_problem", "rest"):
-        assert np.mean([getattr(x, part) for x in found]) == pytest.approx(getattr(expected, part), rel=0.05)
-
-
 def test_a_negative_component_is_none_and_keeps_its_freedom():
     agreeing = MeanSquares(by_seed=0.1, by_problem=3.0, rest=1.0, seeds=3, problems=200)
     assert agreeing.variance == pytest.approx(3.0 / 600)

@@ -1,7 +1,6 @@
 """Decoding: the tokens of `model.generate`, whatever the batch; the sampler's own log-probabilities; nobody else's randomness."""
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from scipy import stats
 
 import shaketable as st
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.decoding import Decoder, decode_all, probe_batch_size
+from shaketable.evaluate.decoding import Decoder, decode_all
 from shaketable.models import load_model
 from shaketable.sites.phases import phase
 
@@ -123,23 +122,6 @@ def test_tokens_depend_on_the_generator_and_never_touch_the_global_one(nano, pro
     assert draws[0] == decoder.decode(model, prompts, samples=2, generator=torch.Generator().manual_seed(1))
 
 
-def test_end_tokens_come_from_the_model_and_the_tokenizer(nano):
-    tokenizer = SimpleNamespace(eos_token_id=9, pad_token_id=None)
-    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[7, 9]))
-    decoder = Decoder.of(model, tokenizer, 3)
-    assert (decoder.ends, decoder.pad) == ((7, 9), 7)
-
-
 def test_an_empty_prompt_is_one_line(nano):
     with pytest.raises(ShaketableError, match="no tokens"):
         Decoder.of(*nano, 3).decode(nano[0], [[4], []])
-
-
-def test_little_memory_makes_the_batch_smaller(nano, prompts, monkeypatch):
-    import psutil
-
-    sizes = []
-    for free in (10**12, 2_000_000, 1_000_000, 1):
-        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: type("Memory", (), {"available": free}))
-        sizes.append(probe_batch_size(Decoder.of(*nano, 12), nano[0], prompts))
-    assert sizes[0] == 16 and sizes[-1] == 1 and sizes[1] == 2 * sizes[2] < 16

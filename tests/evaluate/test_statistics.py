@@ -132,14 +132,6 @@ def test_one_training_run_speaks_of_itself_only():
     assert "one training run only" in found.sentence()
 
 
-@pytest.mark.parametrize("shape", [(3, 20), (3, 1), (2, 2), (1, 1)])
-def test_arms_that_agree_everywhere_do_not_differ(shape):
-    same = np.full(shape, 0.3)
-    found = over_seeds(same, same)
-    assert found.p == 1
-    assert found.interval.low < 0 < found.interval.high
-
-
 @given(some.data())
 def test_no_scores_make_trained_arms_fail(data):
     shape = data.draw(some.tuples(some.integers(1, 4), some.integers(1, 4)))

@@ -52,35 +52,6 @@ def test_a_plan_that_stays_on_is_a_failure(monkeypatch):
     assert [f for f in row_of("llama")["fails"] if "off is not bit-identical" in f]
 
 
-def test_a_stopped_run_goes_on_and_a_row_that_killed_it_is_a_failure(tmp_path, monkeypatch):
-    import checks
-    import validate
-    from page import page
-    from zoo import Animal
-
-    out, asked = tmp_path / "validation.json", []
-    rows = [(f"{kind}|float32|eager", Animal(kind, kind), torch.float32, "eager") for kind in ("mamba", "llama", "gpt2")]
-
-    def check(animal, dtype, attention):
-        asked.append(animal.name)
-        if animal.name == "llama":
-            raise KeyboardInterrupt
-        row = {"name": animal.name, "kind": animal.kind, "dtype": "float32", "attention": attention}
-        return row | {"refused": None, "fails": [], "counts": {}, "locate": {}, "planted": None, "seconds": 0.0}
-
-    monkeypatch.setattr(checks, "check", check)
-    with pytest.raises(KeyboardInterrupt):
-        validate.run_zoo(validate.Results(out, again=False), rows)
-    results = validate.Results(out, again=False)
-    validate.run_zoo(results, rows)
-    assert asked == ["mamba", "llama", "gpt2"]
-    assert {key: row["fails"] for key, row in results.body["zoo"].items() if row["fails"]} == {rows[1][0]: [validate.DIED]}
-    assert f"**llama** (float32 eager): {validate.DIED}" in page(validate.Results(out, again=False).body)
-    assert not validate.Results(out, again=True).body["zoo"]
-    monkeypatch.setattr(validate, "_digest", lambda: "of another version")
-    assert not validate.Results(out, again=False).body["zoo"], "what another version was asked is asked again"
-
-
 def test_simulated_studies_have_the_level_and_the_coverage_that_they_say():
     from simulated import CASES, simulate
 

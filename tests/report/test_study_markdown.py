@@ -5,7 +5,7 @@ import re
 import pytest
 
 from shaketable.report import study_markdown
-from shaketable.report.study_markdown import code, plain
+from shaketable.report.study_markdown import plain
 from shaketable.report.wording import METHOD
 from shaketable.study.analysis.results import Findings
 from tests.report.findings_sample import FAULT, SAMPLES, study
@@ -66,9 +66,3 @@ def test_hostile_text_stays_one_cell():
     assert "<script>" not in re.sub(r"`+[^\n]*?`+", "", text.replace("\\<", ""))
     assert "\n## not" not in text and "\u202e" not in text and "| a\\|b" in text
     assert_tables_are_whole(text)
-
-
-def test_code_spans_hold_backticks_and_pipes():
-    assert code("a`b|c") == "`` a`b\\|c ``"
-    assert code("") == ""
-    assert plain("x_y*z") == "x\\_y\\*z"

@@ -24,14 +24,6 @@ def findings_of(name):
         return findings(load_study(own) if own.exists() else last_defined(folder), folder)
 
 
-def records_of(name):
-    """The events of every record, as they are."""
-    (archive,) = (RESULTS / name).glob("records.tar.*")
-    with tarfile.open(archive) as packed:
-        files = [packed.extractfile(member) for member in packed if member.name.endswith("record.jsonl")]
-        return [[json.loads(line) for line in file] for file in files]
-
-
 @functools.cache
 def _text(name):
     return findings_of(name).to_json()

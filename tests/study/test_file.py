@@ -1,7 +1,5 @@
 """Study files: what is refused, in which words, and what is filled in."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,15 +16,6 @@ def file(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(data(), sort_keys=False))
     return path
-
-
-def test_a_file_is_read_without_torch(file):
-    code = (
-        "import sys; from pathlib import Path; from shaketable.study.file import load_study;"
-        f"from shaketable.study.cells import cells_of; s = load_study(Path({str(file)!r}));"
-        "assert len(cells_of(s)) == 9; assert 'torch' not in sys.modules, 'torch was imported'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_shipped_study_is_found_by_its_name(tmp_path, monkeypatch):
@@ -47,30 +36,19 @@ WRONG = {
     "trian.steps=3": "unknown key 'trian'; did you mean 'train'?",
     "arms.noise.plann=x": "arms.noise: unknown key 'plann'; did you mean 'plan'?",
     "train.stepz=3": "train: unknown option 'stepz'; did you mean 'steps'?",
-    "train.eval_n=3": "train: unknown option 'eval_n'",
     "compare.primary.a=nois": "there is no arm 'nois'; did you mean 'noise'?",
-    "compare.primary.endpoint=acuracy": "compare.primary.endpoint: Input should be 'accuracy', 'formatted', 'loss'",
     "compare.primary.endpoint=loss": "the endpoint loss is not measured; write evaluate: {loss: true}",
     "evaluate.conditions.own=dead_zone:0.1@layer.3": "own is what untrained arms with a plan or AQN are scored under",
-    "compare.primary.endpoint=reward": "reward is of the training run and has no condition",
     "compare.primary={a: as it comes, b: noise, endpoint: reward}": "as it comes is not trained, and does not measure reward",
     "compare.primary=null": "compare.primary is missing: name the comparison that decides before the run",
     "arms.as it comes.aqn=global_decay:0.05-0.01": "a score has no steps for global_decay",
     "arms.as it comes.aqn=constant:0.01": "noise on weights is drawn once a rollout",
     "arms.targeted.plan=null": "a guide needs a plan",
     "arms.noise.plan=nose": "'nose' is neither a plan nor the name of a condition; did you mean 'noise'?",
-    "arms.noise.plan=dead_zon:0.1@layer.3": "did you mean 'dead_zone'?",
-    "arms.noise.aqn=constent:0.1": "did you mean 'constant'?",
     "evaluate.conditions.clean=dead_zone:0.1@layer.3": "clean is always there",
-    "seeds=-1": "-1 is neither a number of seeds, 0 to 1000, nor a list of different ones",
     "seeds=[1, 2, 1]": "nor a list of different ones",
-    "train.steps=0": "arm 'noise': steps",
-    f"arms.{'x' * 61}={{}}": "should have at most 60 characters",
     "arms.noise.task=arithmetic,level=2": "solve different tasks",
-    "arms.noise.overrides.after=x": "unknown option 'after'",
-    "compare.primary={b: noise, condition: noise}": "compare.primary.a is missing",
     "nothing": "--set nothing: write a.b=c",
-    "study.x.y=1": "has nothing inside",
     "train.steps={": "the value is not YAML",
 }
 
@@ -135,11 +113,3 @@ def test_keys_stay_what_they_are():
     """A store must be found again. Whoever adds an option gives its old meaning in `cells.NEWER`, and this still holds."""
     found = {cell.name for cell in cells_of(study(seeds=1))}
     assert found == GOLDEN
-
-
-@pytest.mark.parametrize(("text", "kind"), [("- a\n- b\n", "list"), ("", "NoneType")])
-def test_a_file_that_holds_no_mapping_is_refused(tmp_path, text, kind):
-    path = tmp_path / "study.yaml"
-    path.write_text(text)
-    with pytest.raises(ShaketableError, match=f"must hold a mapping, not {kind}$"):
-        load_study(path)

@@ -62,21 +62,6 @@ def test_training_goes_on_from_the_hardened_weights_of_its_seed(done):
     assert first["on from there"]["faulty"]["first"] == pytest.approx(sum(hardened.values()) / 2)
 
 
-@pytest.mark.parametrize(
-    ("arm", "line"),
-    [
-        ({"harden": {"stepz": 3}}, "unknown option 'stepz'"),
-        ({"harden": {}, "aqn": "constant:0.1"}, "an arm is hardened or trained: aqn"),
-        ({"plan": "faulty", "after": "nothing", "aqn": {"guide": "fault"}}, "no after, and no elsewhere"),
-    ],
-)
-def test_what_cannot_be_hardened_is_one_line(arm, line):
-    with pytest.raises(ShaketableError, match=line):
-        parse_study(
-            hardening(arms={"nothing": {"harden": {"rungs": []}}, "hardened": {"plan": "faulty", "harden": {}}, "x": arm})
-        )
-
-
 def test_after_needs_a_hardened_arm_and_its_weights():
     with pytest.raises(ShaketableError, match="keep must be weights"):
         parse_study(hardening(keep="records"))
@@ -92,10 +77,3 @@ def test_records_alone_are_kept(tmp_path):
     [cell] = cells_of(study)
     assert do(cell, study.study, tmp_path, "here") == "done"
     assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob("checkpoint-*"))
-
-
-def test_a_share_without_an_end_is_written(done):
-    found = findings(*done)
-    found["recovered"][0]["interval"] = {"low": float("-inf"), "high": None}
-    assert "(−∞ to ∞)" in page(Findings.model_validate(found))
-    assert "(−∞ to ∞)" in markdown(Findings.model_validate(found))

@@ -1,11 +1,9 @@
 """The published studies: their records are whole, and still give the report that lies beside them."""
 
-from statistics import mean, median
-
 import pytest
 
 from shaketable.report.study_markdown import markdown
-from tests.study.published import RESULTS, findings_of, published, records_of
+from tests.study.published import RESULTS, findings_of
 
 PUBLISHED = ["guided-aqn-h200/dead-zone-0.01", "guided-aqn-h200/dead-zone-0.03", "layer-pruning"]
 
@@ -36,27 +34,3 @@ def test_the_hardening_of_smollm2_gives_its_report_and_its_table():
         scores = f"| {100 * r.before:.1f} | {100 * r.after:.1f} | **{round(100 * r.share)} %** "
         assert f"{scores}({round(100 * r.interval.low)}–{round(100 * r.interval.high)}) |" in table
         assert r.interval.low > 0.4 and r.clean - r.clean_after < 0.02
-
-
-def test_curves_mechanism_and_cost_are_those_of_the_records():
-    records = [events for events in records_of("guided-aqn") if (events[0]["about"] or {}).get("arm") == "targeted"]
-    steps = [[e for e in events if e["event"] == "step"] for events in records]
-    arm = next(arm for arm in published("guided-aqn")["arms"] if arm["name"] == "targeted")
-    reward = next(curve for curve in arm["curves"] if curve["name"] == "reward")
-    for n, point in enumerate(reward["points"]):
-        own = [run[n]["reward"] for run in steps]
-        assert (point["step"], point["low"], point["high"]) == (run_step(steps, n), min(own), max(own))
-        assert point["mean"] == pytest.approx(mean(own))
-    whole = sum(step["seconds"] for run in steps for step in run)
-    assert arm["cost"]["seconds_per_step"] == pytest.approx(mean(median(step["seconds"] for step in run) for run in steps))
-    assert arm["cost"]["aqn_share"] == pytest.approx(sum(step["aqn_seconds"] for run in steps for step in run) / whole)
-    read = [next(e for e in events[::-1] if e["event"] == "mechanism")["conditions"] for events in records]
-    for i, found in enumerate(arm["mechanism"]):
-        for layer in found["layers"]:
-            own = [conditions[i]["layers"][layer["layer"]]["rms"] for conditions in read]
-            assert layer["rms"] == pytest.approx(mean(own)) and found["condition"] == read[0][i]["condition"]
-
-
-def run_step(steps, n):
-    (step,) = {run[n]["step"] for run in steps}
-    return step

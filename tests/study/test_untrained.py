@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from shaketable.errors import ShaketableError
 from shaketable.report.study_html import page
 from shaketable.report.study_markdown import markdown
 from shaketable.study.analysis.results import Findings
@@ -101,11 +100,6 @@ def test_losses_are_compared_over_seeds_and_problems(found):
     assert "nats" in primary["sentence"]
 
 
-def test_a_condition_called_own_is_of_untrained_arms_alone():
-    with pytest.raises(ShaketableError, match="compare: trained is not scored under own"):
-        untrained(arms=ARMS | {"trained": {}}, compare={"primary": {"a": "trained", "b": "clean", **LOSS}})
-
-
 def test_a_pruned_arm_is_the_same_with_and_without_a_fault_in_its_layer(tmp_path):
     arms = {"as it comes": {"train": False}, "pruned": {"train": False, "skip_layers": [3]}}
     primary = {"a": "pruned", "b": "as it comes", "condition": "faulty", "endpoint": "loss"}
@@ -123,8 +117,3 @@ def test_a_pruned_arm_is_the_same_with_and_without_a_fault_in_its_layer(tmp_path
     pruned = next(arm for arm in found["arms"] if arm["name"] == "pruned")
     assert pruned["settings"] == ["layer 3 not run"]
     assert [row["where"] for row in pruned["proof"]] == ["scored: other"]
-
-
-def test_layers_are_skipped_in_untrained_arms_without_a_plan():
-    with pytest.raises(ShaketableError, match="skip_layers is for an arm with train: false"):
-        untrained(arms={"a": {"skip_layers": [3], "train": False, "plan": ZONE}}, compare={})

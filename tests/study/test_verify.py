@@ -170,13 +170,6 @@ def test_a_new_chain_is_accepted_and_another_digest_tells(store):
     assert digest(store / "small") != before
 
 
-def test_what_is_not_finished_is_not_bad(store):
-    RunRecord.create(store / "single", "train", {}, {})
-    (store / "torn").mkdir()
-    (store / "torn" / FILE).write_bytes(b'{"schema"')
-    assert verify(store)["bad"] == 0
-
-
 # ---- code in a study file
 
 

@@ -13,10 +13,7 @@ PLAN = "relative_gaussian:0.05@op.matmul"
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lr": -1.0}, "lr: "),
-        ({"seed": 2**32}, "seed: "),
         ({"plan": PLAN, "plan_in": "everywhere"}, "plan_in: .*'both'.*got 'everywhere'"),
-        ({"dtype": "float16"}, "dtype: .*'bfloat16'"),
         ({"warmup": 10}, "a warm-up of 10 steps leaves nothing of a run of 10"),
         ({"stepps": 3}, "stepps: "),
     ],
@@ -32,7 +29,3 @@ def test_origin_16_the_first_and_the_last_step_are_always_evaluated(steps, every
     made = config(steps=steps, eval_every=every)
     evaluated = {step for step in range(steps + 1) if made.evaluates_at(step)}
     assert evaluated == {0, steps} | (set(range(0, steps + 1, every)) if every else set())
-
-
-def test_records_that_name_the_decoding_are_read():
-    assert config(decoding="auto") == config()

@@ -2,12 +2,11 @@
 
 import pytest
 
-from shaketable.errors import PlanError, ShaketableError
-from shaketable.train.plans import aqn_of, conditions_of, evaluation_plan, train_plan
+from shaketable.errors import PlanError
+from shaketable.train.plans import conditions_of, evaluation_plan, train_plan
 from tests.train.configs import config
 
 NOISE = "relative_gaussian:0.05@op.matmul"
-AQN = "constant:0.05"
 
 
 def phases(plan):
@@ -20,9 +19,7 @@ def phases(plan):
         ("both", NOISE, ("rollout", "train")),
         ("rollout", NOISE, ("rollout",)),
         ("loss", NOISE, ("train",)),
-        ("both", f"{NOISE},phase=rollout", ("rollout",)),
         ("both", f"{NOISE},phase=rollout+eval", ("rollout",)),
-        ("loss", f"{NOISE},phase=rollout+train", ("train",)),
     ],
 )
 def test_the_plan_acts_where_the_run_and_the_clause_agree(plan_in, clause, expected):
@@ -63,16 +60,3 @@ def test_what_acts_backward_only_is_in_no_score():
     assert train_plan(config(plan=back)).clauses[0].site.directions == ("backward",)
     with pytest.raises(PlanError, match="backward only"):
         conditions_of(config(eval_plans=(back,)))
-
-
-def test_aqn_is_keyed_by_the_run_and_its_own_seed():
-    keys = [aqn_of(config(aqn=text, seed=seed)).seed for text in (AQN, f"{AQN},seed=1") for seed in (0, 1)]
-    assert len(set(keys)) == 4
-    assert aqn_of(config(aqn=AQN, seed=1)).seed == keys[1]
-    assert aqn_of(config()) is None
-
-
-def test_origin_02_a_schedule_that_never_fires_in_this_run_is_an_error():
-    with pytest.raises(ShaketableError, match="σ"):
-        aqn_of(config(aqn="global_decay:0.05-0.0005,stages=10", steps=1))
-    assert aqn_of(config(aqn="global_decay:0.05-0.0005,stages=10", steps=10)) is not None

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from shaketable.errors import InertError
-from shaketable.evaluate.tasks import load_task
-from shaketable.evaluate.tasks.task import train_problems
 from shaketable.models import NANO, load_model
 from shaketable.train.checkpoints import sealed
 from tests.train.training_runs import prepared, trained, weights
@@ -104,20 +102,6 @@ def test_the_plan_acts_in_the_phases_asked_for_and_no_other(clean, tmp_path, pla
     assert max(kl) > 1e-6 if phases else max(kl) < 1e-9
 
 
-def test_aqn_acts_in_rollouts_with_the_sigma_of_the_schedule(clean, tmp_path):
-    run = trained(tmp_path / "run", aqn="global_decay:0.4-0.1,stages=3", steps=6)
-    assert fires(run, "aqn") == {"rollout": [4 * NORMS, 0]}
-    (site,) = run.record.events("finished")[0]["ledgers"]["aqn"]["sites"]
-    assert site["measured_magnitude"] == pytest.approx((2 * 0.4 + 2 * 0.1) / 4, rel=0.1)
-    (check,) = run.record.events("aqn_check")
-    assert check["sigma"] == pytest.approx(0.4) and check["n"] == 8
-
-
-def test_origin_16_scores_are_taken_at_the_first_step_every_k_and_always_the_last(tmp_path):
-    run = trained(tmp_path / "run", eval_every=2, steps=5)
-    assert [e["step"] for e in run.record.events("evaluation")] == [0, 2, 4, 5]
-
-
 @pytest.mark.parametrize(
     "noise",
     [
@@ -155,24 +139,6 @@ def test_a_plan_that_never_fires_in_the_first_step_ends_the_run_there(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_in_micro_batches_draws_the_same_answers_and_about_the_same_gradient(clean, tmp_path):
-    split = trained(tmp_path / "run", micro_batch=4)
-    first, whole = split.record.events("step")[0], clean.record.events("step")[0]
-    assert first["reward"] == pytest.approx(whole["reward"])
-    assert first["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-3)
-
-
-def test_problems_come_again_only_when_all_were_there():
-    task = load_task("arithmetic,level=1")
-    have = len(task.problems("train"))
-    ids = [p.id for p in train_problems(task, 2 * have + 4, lambda i: i)]
-    assert len(set(ids[:have])) == have == len(set(ids[have : 2 * have])) and len(ids) == 2 * have + 4
-    assert ids[:have] != ids[have : 2 * have], "another order"
-    assert not {p.id for p in task.problems("test")} & set(ids)
-    assert [p.id for p in train_problems(task, 4, lambda i: i + 1)] != ids[:4]
-
-
-@pytest.mark.slow
 def test_lora_trains_adapters_and_nothing_else(tmp_path):
     run = trained(tmp_path / "run", lora=4)
     learning = {name for name, p in run.policy.named_parameters() if p.requires_grad}
@@ -191,14 +157,3 @@ def weights_of_adapter(folder):
     from safetensors.torch import load_file
 
     return load_file(folder / "adapter_model.safetensors")
-
-
-@pytest.mark.slow
-def test_scores_before_and_after_training_are_in_the_arithmetic_of_the_run(tmp_path):
-    """With a learning rate that changes nothing the last score is the first one, in bfloat16 too."""
-    plan = "relative_gaussian:0.02@module.linear"
-    run = trained(tmp_path / "r", steps=1, dtype="bfloat16", lr=1e-30, conditions={"noise": plan}, eval_batch=8)
-    first, last = run.record.events("evaluation")
-    for before, after in zip(first["conditions"], last["conditions"], strict=True):
-        assert [a["text"] for a in before["answers"]] == [a["text"] for a in after["answers"]]
-        assert before["measured_error"] == after["measured_error"]

@@ -1,20 +1,17 @@
 """The supervised phase before a run: one for all arms and seeds, kept whole or not at all, and in the record."""
 
-import json
 import multiprocessing
 
 import pytest
 import torch
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.score import Condition, Evaluator
-from shaketable.evaluate.tasks import load_task, sample
+from shaketable.evaluate.tasks import load_task
 from shaketable.models import load_model
 from shaketable.records.weight_hash import weights_hash
 from shaketable.train import warm_start as module
-from shaketable.train.summary import outcome
-from shaketable.train.warm_start import BATCH, FACTS, WEIGHTS, warm_start
-from tests.train.training_runs import prepared, small, trained
+from shaketable.train.warm_start import FACTS, WEIGHTS, warm_start
+from tests.train.training_runs import prepared, small
 
 
 @pytest.fixture(autouse=True)
@@ -34,19 +31,6 @@ def kept(cache):
     return sorted(p for p in cache.iterdir() if p.is_dir())
 
 
-@pytest.mark.slow
-def test_it_teaches_the_task():
-    """Level 2 in nano's own form: the loss falls, and more answers are right than before."""
-    task, scores = load_task("arithmetic,level=5"), []
-    model, tokenizer = load_model("nano")
-    problems = sample(task, "test", 100, 0)
-    scores.append(Evaluator(model, tokenizer, task, problems, 100).score(Condition("clean")).formatted)
-    trained_model, facts = warmed(12, task="arithmetic,level=5")
-    scores.append(Evaluator(trained_model, tokenizer, task, problems, 100).score(Condition("clean")).formatted)
-    assert facts["last_loss"] < 0.8 * facts["first_loss"]
-    assert scores[1] >= scores[0]
-
-
 def test_arms_and_seeds_begin_with_the_same_weights_and_the_second_loads_them(tmp_path, cache):
     told = []
     one = prepared(tmp_path / "one", lambda kind, facts: told.append((kind, facts)), warm_start=2)
@@ -63,15 +47,6 @@ def test_arms_and_seeds_begin_with_the_same_weights_and_the_second_loads_them(tm
     assert first["weights"] == second["weights"] == first["warm_start"]["weights"] == weights_hash(one.policy)
     assert first["warm_start"]["before"] == weights_hash(load_model("nano")[0])
     assert (first["warm_start"]["cached"], second["warm_start"]["cached"]) == (False, True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("other", [{"steps": 3}, {"dtype": "bfloat16"}])
-def test_whatever_determines_it_makes_another_one(cache, other):
-    _, one = warmed()
-    _, two = warmed(**other)
-    assert one["key"] != two["key"] and one["weights"] != two["weights"]
-    assert len(kept(cache)) == 2
 
 
 @pytest.mark.slow
@@ -116,15 +91,6 @@ def test_runs_that_begin_at_once_share_one(cache):
         process.join()
     assert sorted(f["cached"] for f in found) == [False, True]
     assert found[0]["weights"] == found[1]["weights"] and len(kept(cache)) == 1
-
-
-def test_a_run_begins_there_and_its_record_says_so(tmp_path):
-    run = trained(tmp_path / "run", warm_start=2, steps=1, lr=1e-30)
-    assert outcome(run.record)["config"]["warm_start"] == 2
-    (made,) = run.record.events("made_of")
-    assert made["warm_start"]["steps"] == 2 and made["warm_start"]["batch"] == BATCH
-    assert json.loads(json.dumps(made)) == made
-    assert weights_hash(run.policy) == made["warm_start"]["weights"]
 
 
 def test_what_makes_no_sense_is_refused_in_one_line():

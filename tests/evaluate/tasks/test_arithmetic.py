@@ -38,13 +38,6 @@ def test_a_commuted_problem_is_on_the_same_side(level):
     assert all(side_of[a] == side_of[b] for a, b in both)
 
 
-def test_a_problem_is_on_one_side_at_every_level():
-    first, second = sides(1), sides(2)
-    shared = set(first["train"] + first["test"]) & set(second["train"] + second["test"])
-    assert len(shared) == 90 * 90
-    assert shared & set(first["test"]) == shared & set(second["test"])
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_answers_are_right_and_terms_are_of_the_level(level):
     digits = {1: {1, 2}, 2: {2}, 3: {3}, 4: {1, 2}, 5: {1, 2}}[level]
@@ -73,20 +66,14 @@ def test_prompts():
     [
         ("122", "122", True, True),
         ("1220", "122", False, True),
-        ("1", "122", False, True),
-        (" 122.", "122", True, False),
         ("122.5", "122", False, True),
         ("122\n45+3=48", "122", True, True),
-        ("\n122", "122", True, True),
         ("12\n122", "122", False, True),
         ("The answer is 122.", "122", True, False),
         ("-48", "-48", True, True),
         ("−48", "-48", True, True),
         ("1,220", "1220", True, True),
-        ("1,220", "1", False, True),
         ("0122", "122", True, True),
-        ("-0", "0", True, True),
-        ("122 or 123", "122", True, False),
         ("123 or 122", "122", False, False),
         ("", "122", False, False),
         ("9" * 5000, "122", False, True),

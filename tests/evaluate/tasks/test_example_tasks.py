@@ -32,10 +32,8 @@ def test_the_right_answer_is_right_and_another_is_not(task):
     [
         ("2*x+3", True, True),
         ("lambda x: 3+x+x", True, True),
-        ("2*x+4", False, True),
         ("the answer is 2*x+3", False, False),
         ("__import__('os').getcwd()", False, False),
-        ("x.__class__", False, False),
         ("(" * 500, False, False),
     ],
 )
@@ -43,9 +41,3 @@ def test_an_expression_is_read_and_never_run(text, correct, formatted):
     task = load_task(f"{FILE}:Expressions")
     problem = next(p for side in ("train", "test") for p in task.problems(side) if p.answer == "2*x+3")
     assert score_of(task, problem, text) == Score(correct, formatted)
-
-
-def test_a_wrong_expression_is_worth_more_than_none():
-    task = load_task(f"{FILE}:Expressions")
-    problem = task.problems("train")[0]
-    assert [reward_of(task, problem, text) for text in (problem.answer, "x*x", "hm")] == [1.0, 0.1, 0.0]

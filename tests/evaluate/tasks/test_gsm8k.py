@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,6 @@ def test_questions_and_gold_answers(task):
     assert first.id == "test-0" and first.question.startswith("Janet")
 
 
-def test_worked_solutions_are_right_and_formatted(task):
-    rows = [json.loads(line) for line in (FOLDER / "test.jsonl").read_text().splitlines()]
-    for problem, row in zip(problems(task, "test"), rows, strict=True):
-        score = task.score(problem, row["answer"])
-        assert score.correct and score.formatted
-
-
 def test_right_and_formatted_are_two_things(task):
     problem = problems(task, "test")[0]
     assert problem.answer == "18"
@@ -50,14 +42,6 @@ def test_right_and_formatted_are_two_things(task):
     assert task.reward(task.score(problem, "It is 18.")) == 1.0
 
 
-def test_the_prompt_asks_for_the_form_that_is_scored(task):
-    problem = problems(task, "test")[0]
-    for chat in (True, False):
-        prompt = task.prompt(problem, chat=chat)
-        assert problem.question in prompt and "####" in prompt
-    assert task.prompt(problem, chat=False).endswith("Answer:")
-
-
 def test_a_path_without_gsm8k_is_refused_when_the_task_is_made(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ShaketableError, match=r"holds no GSM8K; expected a folder with train\.jsonl and test\.jsonl"):
@@ -70,31 +54,12 @@ def test_a_solution_without_a_marker_is_named_by_its_line(tmp_path):
         GSM8K(path=tmp_path).problems("test")
 
 
-def hub(monkeypatch, rows):
+def test_without_a_hub_both_ways_are_named(monkeypatch):
     import datasets
 
-    asked = []
+    def unreachable(*names, split):
+        raise ConnectionError("no route\nto host")
 
-    def load_dataset(*names, split):
-        asked.append((*names, split))
-        if isinstance(rows, Exception):
-            raise rows
-        return rows
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return asked
-
-
-def test_the_hub_is_asked_once_for_the_set(monkeypatch):
-    asked = hub(monkeypatch, [{"question": " q ", "answer": "so\n#### 1,080"}] * 1319)
-    task = GSM8K()
-    assert not asked
-    assert task.problems("test")[1318].answer == "1,080"
-    task.problems("test")
-    assert asked == [("openai/gsm8k", "main", "test")]
-
-
-def test_without_a_hub_both_ways_are_named(monkeypatch):
-    hub(monkeypatch, ConnectionError("no route\nto host"))
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(ShaketableError, match=r"\(no route\).*pip install datasets.*gsm8k,path=DIR"):
         GSM8K().problems("test")

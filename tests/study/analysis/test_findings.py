@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from shaketable.records.record import FILE, RunRecord
-from shaketable.study.analysis.arms import magnitudes
 from shaketable.study.cells import cells_of
 from shaketable.study.run_cell import do
 from shaketable.study.store import define
@@ -46,14 +45,6 @@ def test_arms_are_scored_under_the_same_noise_and_seeds_under_another(store):
     assert drawn[0] != drawn[1]
 
 
-def test_every_arm_proves_its_faults(found):
-    plain, noisy = found["arms"]
-    assert [row["where"] for row in plain["proof"]] == ["scored: faulty", "scored: noise"]
-    assert {row["where"] for row in noisy["proof"]} == {"training: plan", "training: AQN", "scored: faulty", "scored: noise"}
-    for row in (*plain["proof"], *noisy["proof"]):
-        assert row["verdict"] == "agrees" and row["forward"] > 0, row
-
-
 def test_the_mechanism_knows_the_layer_that_was_hit(found):
     faulty = next(m for m in found["arms"][0]["mechanism"] if m["condition"] == "faulty")
     assert [row["survival"] < 0.5 for row in faulty["layers"]] == [n == 3 for n in range(8)]
@@ -89,12 +80,6 @@ def test_a_study_that_was_never_run_or_whose_definition_was_changed_is_told(stor
     assert not found["study"]["named_before"] and "was changed at line 1" in found["notes"][0]
     shutil.rmtree(folder / "definition")
     assert "never run from its file" in findings(small(), folder)["notes"][0]
-
-
-def test_conditions_that_differ_in_magnitude_alone_lie_on_a_line():
-    line = {"clean": None, "5 %": "relative_gaussian:0.05@op.matmul", "10 %": "relative_gaussian:0.1@op.matmul"}
-    assert magnitudes(line) == {"clean": 0.0, "5 %": 0.05, "10 %": 0.1}
-    assert set(magnitudes(line | {"10 %": "relative_gaussian:0.1@op.all"}).values()) == {None}
 
 
 def test_a_record_in_the_store_is_a_run_of_train(store):

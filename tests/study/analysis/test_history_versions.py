@@ -54,21 +54,6 @@ def test_a_study_that_was_written_down_after_a_run_had_ended_was_not_named_befor
     assert changes(TWO, tmp_path, []) == (True, []), "nothing has ended in this folder"
 
 
-@pytest.mark.parametrize(("end", "before"), [(9.9, True), (10.0, False), (11.0, False)])
-def test_runs_that_others_made_must_have_ended_after_the_first_version(tmp_path, monkeypatch, end, before):
-    written(tmp_path, monkeypatch, (TWO, 10, False), (THREE, 30, False))
-    added = Run("y", "added", "arm", 0, "done", {}, [{"event": "added", "ended": end}, {"event": "finished", "time": 40.0}])
-    found, notes = changes(THREE, tmp_path, [*ended(50), added])
-    assert found is not before and bool(notes) is before
-    assert changes(THREE, tmp_path, [added])[0] is not before
-
-
-def test_a_definition_that_is_a_record_of_something_else_cannot_tell(tmp_path):
-    RunRecord.create(tmp_path / "definition", "train", {}, {}).append("defined", config=described(TWO), after_results=False)
-    why = f"{tmp_path / 'definition'} holds no run of `shaketable study` that this version can resume"
-    assert changes(TWO, tmp_path, []) == (False, [f"it is unknown when the comparison was named: {why}"])
-
-
 def test_what_decides_and_what_does_not_are_two_notes_in_this_order(tmp_path, monkeypatch):
     written(tmp_path, monkeypatch, (TWO, 10, False))
     arms = {**data()["arms"], "new": {}, "other": {"overrides": {"lr": 0.5}}}
@@ -78,25 +63,3 @@ def test_what_decides_and_what_does_not_are_two_notes_in_this_order(tmp_path, mo
         f"{late}: seeds, train; read the primary comparison as exploratory",
         f"{late}, beside the primary comparison: the arm 'new', the arm 'other'",
     ]
-
-
-def test_another_primary_comparison_and_both_of_its_arms_are_named(tmp_path, monkeypatch):
-    arms = {**data()["arms"]}
-    then = {"a": "targeted", "b": "as it comes", "condition": "noise"}
-    for name in ("noise", "noise + AQN", "targeted"):
-        arms[name] = {**arms[name], "overrides": {"lr": 0.5}}
-    written(tmp_path, monkeypatch, (study(arms=arms, compare={"primary": then, "against": "as it comes"}), 10, False))
-    named, notes = changes(TWO, tmp_path, ended(100))
-    assert not named
-    was = "the primary comparison (it was targeted − as it comes, noise accuracy), the arm 'noise + AQN', the arm 'noise'"
-    assert f": {was}; read the primary comparison as exploratory" in notes[0]
-    assert notes[1].endswith("beside the primary comparison: the arm 'targeted'")
-
-
-def test_an_arm_that_is_gone_and_other_comparisons_are_named_beside_it(tmp_path, monkeypatch):
-    written(tmp_path, monkeypatch, (TWO, 10, False))
-    arms = {name: arm for name, arm in data()["arms"].items() if name != "targeted"}
-    primary = data()["compare"]["primary"]
-    compare = {"primary": primary, "secondary": [primary | {"condition": "clean"}], "against": "noise"}
-    named, [note] = changes(study(arms=arms, compare=compare), tmp_path, ended(100))
-    assert named and note.endswith(": the arm 'targeted', compare.secondary, compare.against")
