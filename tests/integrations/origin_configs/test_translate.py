@@ -7,7 +7,7 @@ import yaml
 
 import shaketable as st
 from shaketable.errors import ShaketableError
-from shaketable.integrations.origin_configs.translate import GROUPS, VARIABLES, Translation, translate
+from shaketable.integrations.origin_configs.translate import GROUPS, VARIABLES, translate
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "origin-configs.md"
@@ -80,30 +80,7 @@ def test_the_example_of_the_page_runs(capsys):
 # ---- nothing, off, and what is said
 
 
-def test_a_config_without_the_origins_keys_is_an_empty_translation():
-    config = {"trainer": {"total_epochs": 2}, "data": {"deadzone": 1}, "aqn": None}
-    assert translate(config, {"PATH": "x", "VERL_OTHER": "1"}) == Translation()
-
-
-def test_each_group_is_one_line_with_what_it_became():
-    config = nested(on("trainer.noisy_ops", error_scale="5e-2"), "deadzone", {"enabled": True, "layer": 15})
-    config = nested(nested(config, "trainer.noise_injection", {"enabled": True}), "aqn", {"enabled": False})
-    found = translate(config)
-    names = ["trainer.noisy_ops", "deadzone", "trainer.noise_injection", "aqn"]
-    texts = [*found.plan.text().split(";"), found.aqn.text(), "off"]
-    assert [line.partition(" (")[0] for line in found.lines] == [f"{n} → {t}" for n, t in zip(names, texts, strict=True)]
-    assert "not in validation" in found.lines[0]
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        on("trainer.hw_error_injection", error_scale=0),
-        on("deadzone", layer=3, threshold=0),
-        on("trainer.noise_injection", sigma_start=0),
-        on("aqn", sigma="0.0"),
-    ],
-)
+@pytest.mark.parametrize("config", [on("deadzone", layer=3, threshold=0), on("aqn", sigma="0.0")])
 def test_a_magnitude_of_zero_is_off_and_not_a_plan_that_does_nothing(config):
     found = translate(config)
     assert (found.plan, found.aqn) == (None, None)
@@ -116,19 +93,6 @@ def test_config_and_environment_that_agree_are_one_fault():
     assert found.plan.text() == "relative_gaussian:0.05@op.matmul,phase=rollout+train"
     with pytest.raises(ShaketableError, match="are not the same"):
         translate(on("trainer.noisy_ops", error_scale=0.05), {"VERL_NOISY_OPS_ENABLED": "0"})
-
-
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        ({"SKIP_VLLM": "1"}, r"^VERL_NOISY_OPS_SKIP_VLLM: unknown variable; .*VERL_NOISY_OPS_"),
-        ({"ENABLED": "on"}, r"^trainer\.noisy_ops\.enabled: .*'on'"),
-        ({"ENABLED": "1", "SCALE": "nan"}, r"^trainer\.noisy_ops\.error_scale: "),
-    ],
-)
-def test_a_variable_that_cannot_be_read_is_refused(environ, message):
-    with pytest.raises(ShaketableError, match=message):
-        translate({}, {f"VERL_NOISY_OPS_{name}": text for name, text in environ.items()})
 
 
 # ---- values
@@ -147,14 +111,10 @@ def test_an_unknown_key_is_refused_in_a_group_that_is_off_too(group):
     [
         ("trainer.hw_error_injection", "enabled", "true"),
         ("trainer.hw_error_injection", "error_scale", "1e-4x"),
-        ("trainer.hw_error_injection", "error_type", "mxfp4"),
         ("trainer.hw_error_injection", "target_modules", ["all"]),
-        ("trainer.hw_error_injection", "target_modules", {"linear": 1}),
-        ("deadzone", "layer", "last"),
         ("deadzone", "layer", [1, -2]),
         ("deadzone", "threshold", 1.5),
         ("trainer.noise_injection", "sigma_end", 0),
-        ("trainer.noise_injection", "num_stages", 4.5),
         ("trainer.noise_injection", "exclude_patterns", ["layers.0"]),
         ("aqn", "schedule", "epoch"),
     ],
@@ -208,7 +168,6 @@ def test_a_file_beside_flat_keys_is_what_train_ppo_took(tmp_path):
     ("change", "message"),
     [
         ({"layer_specific": False}, "need each other"),
-        ({"layer_sigmas": None}, "need each other"),
         ({"sigma": 0.1}, "aqn.sigma and aqn.base_sigma are both there"),
         ({"layer_sigmas": {"x": 1}}, "aqn.layer_sigmas"),
     ],

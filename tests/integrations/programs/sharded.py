@@ -204,18 +204,6 @@ def refused():
     return ""
 
 
-def keyed():
-    """Noise and broken lanes as the rank has them when nobody says which."""
-    model, seen = by_layer(llama()), []
-    module = model.model.layers[0].mlp.down_proj
-    weight = whole(module.weight)
-    with st.inject(model, "relative_gaussian:0.1,sparsity=0.25@module.down_proj,point=weight", seed=0):
-        module.register_forward_pre_hook(lambda m, _: seen.append(m.weight.detach().clone()))
-        evaluated(model)
-    changed = (seen[0] != weight).any(1)
-    return {"lanes": changed.nonzero().flatten().tolist(), "noise": float((seen[0] - weight).abs().sum())}
-
-
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -225,7 +213,6 @@ found |= {
     "aqn": aqn(),
     "compiled": compiled(),
     "refused": refused(),
-    "keyed": keyed(),
 }
 Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
 dist.destroy_process_group()

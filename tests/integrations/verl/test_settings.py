@@ -2,14 +2,10 @@
 
 import json
 import re
-import subprocess
-import sys
-import types
 
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.integrations import verl
 from shaketable.integrations.verl.checks import check_model
 from shaketable.integrations.verl.settings import OBSERVER, Shaking, keep_record, shaking_of
 from shaketable.models import NANO
@@ -84,7 +80,6 @@ def test_validations_that_cannot_be_had_are_refused(tmp_path, keys, message):
     ("keys", "fails"),
     [
         ({"plan": "dead_zone:0.01,scope=token@layer.15"}, False),
-        ({"plan": "gain:0.1@module.mlp,phase=train"}, False),
         ({"aqn": EPOCHS}, False),
         ({"plan": "relative_gaussian:0.05@module.linear"}, True),
         ({"plan": "mxfp4@module.o_proj,point=weight"}, True),
@@ -100,15 +95,6 @@ def test_what_strategy_fsdp_cannot_do_names_the_strategy_that_can(tmp_path, keys
         assert shaking_of(config(tmp_path, strategy="fsdp", shaketable=keys), {}) is not None
 
 
-def test_each_role_has_the_clauses_that_act_in_it(tmp_path):
-    made = shaking(tmp_path, plan=f"{NOISE},phase=train;dead_zone:0.01,scope=token@layer.3;gain:0.1@layer.1,phase=eval")
-    assert made.instructions("actor", 1).plan == f"{NOISE},phase=train;dead_zone:0.01,scope=token@layer.3,phase=rollout+train"
-    assert (
-        made.instructions("sampler", 1).plan
-        == "dead_zone:0.01,scope=token@layer.3,phase=rollout+train;gain:0.1@layer.1,phase=eval"
-    )
-
-
 def test_a_schedule_by_epochs_follows_the_epochs_of_the_data(tmp_path):
     made = shaking(tmp_path, aqn=EPOCHS)
     assert made.total_steps(58, 29, epochs=2) == 58
@@ -118,7 +104,6 @@ def test_a_schedule_by_epochs_follows_the_epochs_of_the_data(tmp_path):
         made.total_steps(87, 29, epochs=3)
     decay = shaking(tmp_path, aqn="global_decay:0.05-0.0005,stages=10")
     assert decay.total_steps(40, 29, epochs=2) == 40
-    assert decay.total_steps(900, 29, epochs=2) == 58
     with pytest.raises(ShaketableError, match="σ is 0 at each of 1 steps"):
         decay.total_steps(1, 1, epochs=1)
 
@@ -147,15 +132,12 @@ def engine(**options):
     ("keys", "rollout", "trainer", "fails"),
     [
         ({"plan": NOISE}, GRAPHS, {}, True),
-        ({"plan": f"{WEIGHTS}+input"}, GRAPHS, {}, True),
         ({"aqn": "constant:0.01,form=output"}, GRAPHS, {}, True),
-        ({"plan": NOISE}, GRAPHS | engine(compilation_config={"cudagraph_mode": "PIECEWISE"}), {}, True),
         ({"plan": NOISE}, GRAPHS | engine(compilation_config={"cudagraph_mode": "NONE"}), {}, False),
         ({"plan": NOISE}, GRAPHS | engine(enforce_eager=True), {}, False),
         ({"plan": NOISE}, GRAPHS, {"device": "cpu"}, False),
         ({"plan": WEIGHTS}, GRAPHS, {}, False),
         ({"plan": NOISE, "plan_in": "actor"}, GRAPHS, {}, False),
-        ({"aqn": EPOCHS}, GRAPHS, {}, False),
     ],
 )
 def test_what_a_cuda_graph_would_swallow_is_refused_by_the_driver(tmp_path, keys, rollout, trainer, fails):
@@ -171,10 +153,8 @@ def test_what_a_cuda_graph_would_swallow_is_refused_by_the_driver(tmp_path, keys
     ("plan", "message"),
     [
         ("gain:0.1@module.q_proj", "vLLM computes q_proj inside of qkv_proj"),
-        ("gain:0.1@module.linear+mlp.up_proj,phase=eval", "vLLM computes up_proj inside of gate_up_proj"),
         ("gain:0.1@module.qkv_proj,phase=train", r"the trainer's model has q_proj\+k_proj\+v_proj in place of qkv_proj"),
         ("gain:0.1@module.qkv_proj,phase=rollout;gain:0.1@module.q_proj+k_proj+v_proj,phase=train", None),
-        ("gain:0.1@module.*qkv_proj+o_proj", None),
     ],
 )
 def test_names_that_one_side_does_not_have_are_refused_by_the_driver(tmp_path, plan, message):
@@ -190,20 +170,14 @@ def test_samplers_are_held_against_actors_in_a_training_that_nobody_shakes(tmp_p
     assert made.instructions("sampler", 1) is None and made.instructions("actor", 1) is None
     assert made.extension == OBSERVER
     assert Shaking.read(made.pinned()) == made.model_copy(update={"lines": ()})
-    assert (
-        made.lines[0] == "shaketable: samplers against actors every 50 steps; weights that differ after a sync end the training"
-    )
-    assert shaking(tmp_path, mismatch={"every": 1}).lines[0] == "shaketable: samplers against actors every step"
+    assert made.lines[0].startswith("shaketable: samplers against actors every 50 steps; weights that differ")
 
 
 @pytest.mark.parametrize(
     ("keys", "changes", "message"),
     [
         ({"plan": NOISE}, {}, "measures a training as it is: only shaketable.ledger goes with it"),
-        ({"seed": 0}, {}, "measures a training as it is"),
         ({"mismatch": {"every": 0}}, {}, "shaketable.mismatch.every"),
-        ({"mismatch": {"stop": True}}, {}, "shaketable.mismatch.every: Field required"),
-        ({"mismatch": 5}, {}, r"shaketable.mismatch: Input should be a valid dictionary"),
         ({}, {"mode": "separate_async"}, "trainer_mode=sync, not with separate_async"),
         ({}, {"sampler": "sglang"}, "rollout.name=vllm, not with sglang"),
         ({}, {"strategy": "fsdp"}, "needs actor_rollout_ref.actor.strategy=fsdp2"),
@@ -222,9 +196,7 @@ def test_what_cannot_be_measured_is_refused_by_the_driver(tmp_path, keys, change
         ({"shaketable": {"plna": NOISE}}, "shaketable.plna: unknown key; did you mean 'plan'?"),
         ({"shaketable": NOISE}, "shaketable is a group of keys"),
         ({"shaketable": {"seed": 1}}, "shaketable has neither a plan nor an aqn"),
-        ({"shaketable": {"plan": NOISE, "seed": "x"}}, "shaketable.seed: "),
         ({"shaketable": {"plan": NOISE, "plan_in": "critic"}}, "shaketable.plan_in: "),
-        ({"shaketable": {"plan": "relative_gausian:0.05@op.matmul"}}, "unknown fault 'relative_gausian'"),
         ({"shaketable": {"plan": f"{NOISE},phase=train", "plan_in": "rollout"}}, "shaketable.plan_in=rollout, and "),
         ({"shaketable": {"plan": NOISE}, "mode": "colocate_async"}, "shaketable works with trainer.v1.trainer_mode=sync"),
         ({"shaketable": {"plan": NOISE}, "sampler": "sglang"}, "shaketable works with rollout.name=vllm"),
@@ -245,12 +217,8 @@ def test_what_cannot_be_honoured_is_an_error_of_one_line(tmp_path, changes, mess
 def test_what_the_driver_read_is_what_the_trainer_does(tmp_path):
     """The trainer runs in another process: without the variables that the driver saw, and in another folder."""
     environ = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.05", "VERL_NOISY_OPS_TYPE": "relative_gaussian"}
-    keys = {"seed": 5}
-    made = shaking_of(config(tmp_path, shaketable=keys), environ)
-    again = shaking_of(config(tmp_path, shaketable=keys | {"resolved": made.pinned()}), {})
-    assert again == made.model_copy(update={"lines": ()})
-    aqn = shaking(tmp_path, aqn=EPOCHS, seed=9)
-    assert shaking(tmp_path, resolved=aqn.pinned()) == aqn.model_copy(update={"lines": ()})
+    made = shaking(tmp_path, environ, seed=5)
+    assert shaking(tmp_path, resolved=made.pinned()) == made.model_copy(update={"lines": ()})
 
 
 def test_ledgers_are_never_mixed(tmp_path):
@@ -261,35 +229,6 @@ def test_ledgers_are_never_mixed(tmp_path):
     (tmp_path / "used" / "worker-1-aa.json").write_text(json.dumps({}))
     with pytest.raises(ShaketableError, match="holds the ledgers of another run"):
         shaking(tmp_path, plan=NOISE, ledger=str(tmp_path / "used"))
-
-
-def test_the_origins_keys_need_no_plus_and_what_was_done_is_printed(monkeypatch, capsys):
-    """verl's main imports `verl.utils.config`, which is what we wait for, before Hydra reads the arguments."""
-
-    module = types.SimpleNamespace(validate_config=lambda config: None)
-    given = ["main_ppo", "trainer.total_epochs=2", "trainer.noisy_ops.enabled=true", "deadzone_layer=3", "+aqn.sigma=0.1"]
-    monkeypatch.setattr(sys, "argv", given)
-    verl._on_config(module)
-    taken = ["trainer.total_epochs=2", "++trainer.noisy_ops.enabled=true", "++deadzone.layer=3", "+aqn.sigma=0.1"]
-    assert sys.argv == ["main_ppo", *taken]
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("shaketable: put ++ in front of trainer.noisy_ops.enabled, deadzone_layer")
-    verl._on_config(module)
-    assert sys.argv == ["main_ppo", *taken] and capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_driver_whose_trainer_left_no_instructions_ends_with_3(tmp_path, is_there):
-    if is_there:
-        (tmp_path / "instructions.json").write_text("{}")
-    code = (
-        "import atexit, pathlib; from shaketable.integrations import verl; "
-        f"atexit.register(verl._look_back, pathlib.Path({str(tmp_path)!r})); print('trained')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "trained\n"
-    assert done.returncode == (0 if is_there else 3)
-    assert ("nothing was injected" in done.stderr) is not is_there
 
 
 def test_the_order_of_noise_and_fault_reaches_the_workers_or_is_refused(tmp_path):
@@ -310,9 +249,7 @@ def begin(tmp_path, **groups):
     keep_record(whole, shaking_of(whole, {}))
 
 
-@pytest.mark.parametrize(
-    "other", [{}, {"shaketable": {"plan": NOISE, "seed": 1}}, {"shaketable": {"plan": NOISE, "aqn": EPOCHS}}]
-)
+@pytest.mark.parametrize("other", [{}, {"shaketable": {"plan": NOISE, "seed": 1}}])
 def test_checkpoints_of_another_plan_or_aqn_are_not_resumed(tmp_path, other):
     begin(tmp_path, shaketable={"plan": NOISE})
     begin(tmp_path, **other)
@@ -334,7 +271,6 @@ def test_checkpoints_of_another_plan_or_aqn_are_not_resumed(tmp_path, other):
 @pytest.mark.parametrize(
     ("plan", "who"),
     [
-        ("relative_gaussian:1e-5@module.linear,point=input,phase=rollout", "samplers compute in bfloat16"),
         ("relative_gaussian:1e-4@op.matmul", "samplers compute in bfloat16"),
         ("relative_gaussian:1e-4@op.matmul,phase=train", "actors compute in bfloat16"),
         ("gain:1e-3@module.rmsnorm", "samplers compute in bfloat16"),
@@ -358,9 +294,7 @@ def test_noise_that_bfloat16_rounds_away_is_refused_with_both_cures(tmp_path, pl
     [
         ("gain:0.1@module.gate_porj", "did you mean 'gate_proj'"),
         ("gain:0.1@layer.9", "layer 9 is out of range; this model has layers 0-7"),
-        ("relative_gaussian:0.05@op.matmul", None),
         ("gain:0.1@module.QKVParallelLinear,phase=rollout", None),
-        ("mxfp4@module.linear,point=weight+input", None),
     ],
 )
 def test_a_name_that_actors_do_not_have_is_refused_before_ray_with_one_that_they_have(tmp_path, plan, message):

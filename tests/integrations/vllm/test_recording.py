@@ -44,15 +44,6 @@ def test_a_prompt_that_was_read_in_chunks_is_one_call_in_the_order_of_tokens(tmp
     assert torch.equal(head.output, head.inputs["x"] + 0.5)
 
 
-def test_decoding_after_a_cache_hit_has_the_keys_of_both_requests_and_the_rows_of_the_last(tmp_path):
-    last = [slice(-1, None)]
-    write(tmp_path, [([11, 12, 13, 14], last), ([13, 14], last), ([15], last), ([16], last)])
-    embed, attention, head = WorkerRecording.load(tmp_path, TOKENS, [(0, 4), (2, 6)]).calls(4)
-    assert embed.inputs["ids"].tolist() == [15, 16] == [int(x) % 100 for x in head.inputs["x"].flatten()]
-    assert attention.inputs["positions"].tolist() == [4, 5]
-    assert attention.inputs["k"].flatten().tolist() == [111, 112, 213, 214, 315, 416]
-
-
 def test_an_engine_that_read_other_tokens_is_found_out(tmp_path):
     write(tmp_path, [([11, 12, 99, 14, 15, 16], [slice(5, 6)])])
     with pytest.raises(EngineError, match="read other tokens than it was given, from token 0 on"):
