@@ -13,15 +13,11 @@ GPUS = 2
 OURS = "shaketable/mismatch/"
 
 
-def settings(steps):
-    return {"EPOCHS": "1", "TEST_EVERY": "-1", "SAVE_EVERY": str(steps), "MICRO": "8"}
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = make_tiny(tmp_path_factory.mktemp("mismatch"), train=12)
     asked = "+shaketable.mismatch.every=2", "+shaketable.mismatch.stop=True", f"+shaketable.ledger={folder / 'found'}"
-    done = run_example("baseline.sh", folder, *asked, gpus=GPUS, **settings(3))
+    done = run_example("baseline.sh", folder, *asked, gpus=GPUS, SAVE_EVERY="3", MICRO="8")
     assert done.exit == 0, done.text[-6000:]
     return done
 
@@ -54,7 +50,7 @@ def test_what_was_found_is_kept_and_nothing_else_is_left(run):
 def test_a_weight_that_a_sync_lost_ends_the_training_and_is_named(tmp_path):
     folder = make_tiny(tmp_path / "lost", train=12)
     asked = "+shaketable.mismatch.every=1", "+shaketable.mismatch.stop=True"
-    done = run_example("baseline.sh", folder, *asked, LOSE_WEIGHTS_OF="layers.5.mlp.down_proj", **settings(3))
+    done = run_example("baseline.sh", folder, *asked, LOSE_WEIGHTS_OF="layers.5.mlp.down_proj", SAVE_EVERY="3", MICRO="8")
     assert done.exit != 0
     assert (
         "StaleWeightsError: step 1: after the sync the sampler's model.layers.5.mlp.down_proj.weight (replica 0) holds other values"

@@ -28,16 +28,8 @@ SIGMAS = [0.2, math.sqrt(0.2 * 0.1), 0.05, math.sqrt(0.05 * 0.01)]
 def run(tmp_path_factory):
     """Two epochs of two steps. The learning rate is 0, so that every validation is one of the model that we know."""
     folder = make_tiny(tmp_path_factory.mktemp("noise"), train=8, test=16)
-    settings = {
-        "EPOCHS": "2",
-        "TEST_EVERY": "2",
-        "SAVE_EVERY": "4",
-        "LR": "0",
-        "MICRO": "8",
-        "SEED": "7",
-        "PLAN": PLAN,
-        "AQN": AQN,
-    }
+    settings = {"EPOCHS": "2", "TEST_EVERY": "2", "SAVE_EVERY": "4", "LR": "0", "MICRO": "8"}
+    settings |= {"SEED": "7", "PLAN": PLAN, "AQN": AQN}
     done = run_example("aqn_epoch_aware.sh", folder, f"+shaketable.ledger={folder / 'ledger'}", gpus=GPUS, **settings)
     assert done.exit == 0, done.text[-6000:]
     return done

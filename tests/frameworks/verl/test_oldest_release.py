@@ -11,13 +11,7 @@ pytestmark = pytest.mark.covers("verl + vLLM", "verl 0.9.0: operator noise in bo
 
 def test_it_trains_under_the_plan(tmp_path):
     folder = make_tiny(tmp_path, train=8)
-    settings = {
-        "EPOCHS": "1",
-        "TEST_EVERY": "-1",
-        "SAVE_EVERY": "-1",
-        "VALIDATE": "clean",
-        "PLAN": "relative_gaussian:0.3@op.matmul",
-    }
+    settings = {"VALIDATE": "clean", "PLAN": "relative_gaussian:0.3@op.matmul"}
     more = [f"+shaketable.ledger={folder / 'ledger'}", "trainer.val_before_train=False"]
     done = run_example("operator_noise.sh", folder, *more, version="0.9.0", **settings)
     assert done.exit == 0, done.text[-6000:]

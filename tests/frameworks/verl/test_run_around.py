@@ -15,8 +15,7 @@ pytestmark = pytest.mark.covers("verl + vLLM", "`shaketable run` around a job wi
 def test_samplers_and_actors_are_shaken_and_proven(tmp_path):
     folder = make_tiny(tmp_path, train=8)
     around = f"python -m shaketable run --plan relative_gaussian:0.3@op.matmul --ledger {folder / 'ledger'} --"
-    settings = {"EPOCHS": "1", "TEST_EVERY": "-1", "SAVE_EVERY": "-1", "RUN": around}
-    done = run_example("baseline.sh", folder, "trainer.val_before_train=False", **settings)
+    done = run_example("baseline.sh", folder, "trainer.val_before_train=False", RUN=around)
     assert done.exit == 0, done.text[-6000:]
     assert len(done.steps) == 2
     merged = json.loads((folder / "ledger" / "ledger.json").read_text())

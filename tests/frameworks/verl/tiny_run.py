@@ -47,6 +47,7 @@ ENVIRONMENT = {
     "HYDRA_FULL_ERROR": "1",
 }
 SIZES = {"BATCH": "4", "GROUP": "4", "MINI": "4", "MICRO": "16", "PROMPT": "16", "ANSWER": "8", "LR": "1e-4"}
+SIZES |= {"EPOCHS": "1", "TEST_EVERY": "-1", "SAVE_EVERY": "-1"}
 FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 CPU = (
     "trainer.device=cpu",

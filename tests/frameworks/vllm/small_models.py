@@ -18,12 +18,6 @@ def _llama():
     return LlamaConfig(**COMMON, **HEADS, head_dim=32, tie_word_embeddings=False)
 
 
-def _qwen2():
-    from transformers import Qwen2Config
-
-    return Qwen2Config(**COMMON, **HEADS, head_dim=32, tie_word_embeddings=False)
-
-
 def _qwen3_moe():
     from transformers import Qwen3MoeConfig
 
@@ -44,7 +38,7 @@ def _gemma2():
     return Gemma2Config(**COMMON, **HEADS, **extra)
 
 
-CONFIGS = {"llama": _llama, "qwen2": _qwen2, "qwen3_moe": _qwen3_moe, "gpt2": _gpt2, "gemma2": _gemma2}
+CONFIGS = {"llama": _llama, "qwen3_moe": _qwen3_moe, "gpt2": _gpt2, "gemma2": _gemma2}
 
 
 def save(name, folder):

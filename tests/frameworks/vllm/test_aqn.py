@@ -41,7 +41,7 @@ def spread(noisy, clean, name):
 
 
 def test_the_norms_have_bit_for_bit_the_noise_of_a_rollout_in_transformers(llm, oracle):
-    aqn = "global_decay:0.08-0.002,stages=5,seed=3"
+    aqn = "global_decay:0.08-0.002,stages=5,seed=3,multipliers=0:3+5:0+7:0.5"
     for step in (7, 3):
         llm.set_aqn(aqn, 10, step)
         expected = as_read(oracle.model, aqn, 10, step)
@@ -62,29 +62,6 @@ def test_sigma_is_changed_live_and_measured(llm, clean):
     assert site["measured_magnitude"] == pytest.approx((0.02 + 0.1 + 0.3) / 3, rel=0.1)
 
 
-def test_each_step_draws_anew_and_none_adds_to_the_last(llm, clean):
-    llm.set_aqn("constant:0.05", 100)
-    first = llm.norms()
-    for step in range(1, 21):
-        llm.set_step(step)
-    last = llm.norms()
-    assert all(not torch.equal(first[name], last[name]) for name in first)
-    assert torch.tensor([spread(last, clean[0], name) for name in last]).mean() == pytest.approx(0.05, rel=0.1)
-    llm.set_step(0)
-    assert same(llm.norms(), first)
-    assert llm.site("aqn")["forward"] == 22 * 17
-
-
-def test_every_layer_has_its_own_sigma(llm, clean):
-    llm.set_aqn("constant:0.04,multipliers=0:3+5:0+7:0.5", 1)
-    norms = llm.norms()
-    for layer in range(8):
-        expected = 0.04 * {0: 3, 5: 0, 7: 0.5}.get(layer, 1)
-        for kind in ("input_layernorm", "post_attention_layernorm"):
-            assert spread(norms, clean[0], f"model.layers.{layer}.{kind}.weight") == pytest.approx(expected, rel=0.3, abs=1e-9)
-    assert llm.report()["sigmas"] == {str(i): pytest.approx(0.04 * {0: 3, 7: 0.5}.get(i, 1)) for i in range(8) if i != 5}
-
-
 def test_a_validation_is_clean_and_so_is_everything_after_clear(llm, clean):
     llm.set_aqn("constant:0.2", 1)
     noisy = llm.norms()
@@ -99,20 +76,6 @@ def test_a_validation_is_clean_and_so_is_everything_after_clear(llm, clean):
     assert same(llm.norms(), clean[0])
     tokens, logprobs = llm.ask()
     assert tokens == clean[1] and same(logprobs, clean[2])
-
-
-def test_noise_acts_on_what_is_sampled(llm, oracle):
-    """The noisy norms, put into transformers by hand, give what vLLM computes with AQN on."""
-    llm.set_aqn("constant:0.2", 1)
-    noisy, clean = llm.norms(), {name: oracle.model.get_parameter(name).detach().clone() for name in llm.norms()}
-    ids = [[3, 7, 11, 5, 4], [9, 8, 7]]
-    try:
-        oracle.model.load_state_dict(noisy, strict=False)
-        expected = oracle.ask(ids)
-    finally:
-        oracle.model.load_state_dict(clean, strict=False)
-    shaken = llm.ask(ids)
-    assert shaken[0] == expected[0] and apart(shaken[1], expected[1]) < 2e-4
 
 
 def test_weights_that_arrive_are_the_clean_ones_and_have_noise_at_the_next_request(llm, clean):
@@ -157,14 +120,6 @@ def test_a_plan_and_aqn_on_the_same_weights_come_off_one_by_one(llm, clean):
         assert torch.allclose(value, clean[0][name] * 1.5)
     llm.clear()
     assert same(llm.norms(), clean[0])
-
-
-def test_outputs_can_have_the_noise_instead(llm, clean):
-    llm.set_aqn("constant:0.05,form=output,layers=3", 1)
-    assert same(llm.norms(), clean[0])
-    assert apart(llm.ask()[1], clean[2]) > 1e-3
-    assert llm.spots("aqn").keys() == {"model.layers.3"}
-    assert llm.site("aqn")["measured_magnitude"] == pytest.approx(0.05, rel=0.1)
 
 
 def test_aqn_that_cannot_be_is_refused_and_the_one_before_stays(llm):

@@ -14,19 +14,13 @@ pytestmark = pytest.mark.covers("vLLM", "mixture of experts and other architectu
 
 IDS = [[3, 7, 11, 5, 9], [20, 4, 8], [31, 30, 29, 28, 27, 26, 25]]
 PLANS = {
-    "qwen2": ["gain:0.2@layer.1", "saturation:0.5,scope=token@module.rmsnorm,point=input", "mxfp4@module.linear,point=input"],
     "qwen3_moe": [
-        "gain:0.2@layer.1",
         "saturation:0.5,scope=token@module.rmsnorm,point=input",
         "gain:0.2@module.linear",
         "gain:0.2@module.experts",
-        "gain:0.2@module.mlp",
     ],
     "gpt2": [
-        "gain:0.2@layer.1",
-        "saturation:0.5,scope=token@module.layernorm,point=input",
         "gain:0.2,sparsity=0.5@module.layernorm",
-        "gain:0.2@module.linear",
         "gain:0.2@module.c_attn",
         "gain:0.2@module.layernorm,point=weight",
     ],
@@ -55,7 +49,7 @@ def test_plans_are_the_same_faults_as_in_transformers(family):
         engine.set_plan(plan)
         shaken = engine.ask(IDS)
         assert apart(logprobs, clean) > 1e-2, f"{plan} is too weak to show anything"
-        assert share_within(1e-3, shaken[1], logprobs) >= (0.75 if "mxfp4" in plan else 1), plan
+        assert share_within(1e-3, shaken[1], logprobs) == 1, plan
         assert shaken[0] == tokens, plan
         assert min(engine.spots().values()) > 0, plan
     engine.clear()
@@ -90,15 +84,6 @@ def test_of_a_mixture_aqn_leaves_the_norm_before_the_router_alone_and_plans_leav
     spots = engine.spots()
     assert {f"model.layers.{i}.mlp.experts" for i in range(3)} <= spots.keys()
     assert not any("gate" in spot for spot in spots)
-
-
-@mixture
-def test_operators_of_a_mixture_are_hit_in_its_experts_and_not_in_its_router(family):
-    _, engine, _ = family
-    engine.clear()
-    engine.set_plan("gain:0.2@op.matmul,direction=forward,layers=1")
-    engine.ask([IDS[0]], tokens=1)
-    assert engine.spots() == {"layer.1.matmul": 3}, "qkv_proj, o_proj and the experts"
 
 
 @mixture

@@ -47,15 +47,8 @@ def said(folder):
 
 
 def start(folder, name, plan, *how):
-    env = (
-        os.environ
-        | {
-            "VLLM_CACHE_ROOT": str(folder / "cache"),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        }
-        | ({"SHAKETABLE_PLAN": plan} if plan != "none" else {})
-    )
+    env = os.environ | {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    env |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} | ({"SHAKETABLE_PLAN": plan} if plan != "none" else {})
     command = [sys.executable, PROGRAM, folder / "model", plan, folder / f"{name}.json", *how]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr[-4000:]
@@ -94,13 +87,12 @@ def test_off_is_the_clean_engine(said):
 
 def test_on_is_not(said):
     clean = logprobs(said["clean"]["on"])
-    for name in ("on", "second", "second and third", "still on", "sigma", "weights"):
+    for name in ("on", "second and third", "still on", "sigma", "weights"):
         assert max(abs(a - b) for a, b in zip(logprobs(said["first"][name]), clean, strict=True)) > 1e-3, name
 
 
 def test_a_magnitude_is_changed_live_and_gives_what_transformers_gives(said, oracle):
     for name, plan in [
-        ("second", "gain:0.3@layer.1"),
         ("second and third", "gain:0.3@layer.1; saturation:0.6,scope=token@module.rmsnorm,point=input"),
         ("weights", "gain:0.5@module.rmsnorm,point=weight"),
     ]:
@@ -132,13 +124,6 @@ def test_each_plan_has_a_place_of_its_own_in_the_cache_of_graphs(said, folder):
     """vLLM 0.32 writes graphs on a CPU and fails to read them again, so that the wrong one could not do harm there."""
     places = list((folder / "cache" / "torch_compile_cache" / "torch_aot_compile").iterdir())
     assert len(places) == len(said)
-
-
-def test_cleared_before_the_first_request_it_never_acts(said):
-    assert tokens(said["second"]["cleared before the first request"]) == tokens(said["clean"]["on"])
-    assert logprobs(said["second"]["cleared before the first request"]) == pytest.approx(
-        logprobs(said["clean"]["on"]), abs=1e-5
-    )
 
 
 def test_an_engine_without_a_plan_has_no_taps_after_all_that(said, oracle):

@@ -32,9 +32,7 @@ def test_instructions_hold_from_the_first_request_on_also_when_one_of_them_was_c
     assert formats.site()["matched"] == 32 and formats.site()["forward"] == 32
 
 
-@pytest.mark.parametrize(
-    "plan", [WEIGHTS, "mxfp4@module.linear,point=weight+input", "mxfp4@module.o_proj+down_proj,point=weight"]
-)
+@pytest.mark.parametrize("plan", ["mxfp4@module.linear,point=weight+input", "mxfp4@module.o_proj+down_proj,point=weight"])
 def test_a_format_is_the_same_format_as_in_transformers(formats, oracle, ids, plan):
     formats.clear()
     clean = formats.ask()

@@ -11,14 +11,13 @@ import pytest
 from shaketable.errors import PlanError, ShaketableError
 from shaketable.integrations.vllm import options, refusals
 from tests.frameworks.vllm.small_engines import NANO, SHAPE, start
-from tests.frameworks.vllm.vllm_programs import FOLDER, run, shaken
+from tests.frameworks.vllm.vllm_programs import FOLDER, shaken
 
 pytestmark = pytest.mark.covers("vLLM", "plans that cannot work: refused at the start, in one line", "eager, own processes")
 
 PLAN = "gain:0.3@layer.2"
 WHY = "module.q_proj: LlamaForCausalLM computes q_proj inside of qkv_proj, for which write module.qkv_proj"
 PROGRAM = (sys.executable, FOLDER / "offline.py", NANO)
-WITH_OPTIONS = (sys.executable, FOLDER / "with_options.py", NANO)
 
 
 def test_two_plans_for_one_worker_are_an_error(monkeypatch):
@@ -75,23 +74,6 @@ def test_activations_in_captured_graphs_are_refused_before_a_process_is_started(
         config.compilation_config.cudagraph_mode = type(config.compilation_config.cudagraph_mode)[mode]
         with pytest.raises(PlanError, match="vLLM captures CUDA graphs") if refused else nullcontext():
             refusals.check(config)
-
-
-def test_a_program_that_knows_nothing_of_us_ends_with_one_line_before_a_process_is_started(monkeypatch, capsys):
-    monkeypatch.setenv("SHAKETABLE_PLAN", "gain:0.1@layer.99")
-    monkeypatch.setenv("SHAKETABLE_LEDGER", "nowhere")
-    with pytest.raises(SystemExit) as ended:
-        configure()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "shaketable: layer.99: layer 99 is out of range; this model has layers 0-7"
-    )
-
-
-def test_what_the_model_shows_to_be_impossible_is_one_line_of_the_worker(tmp_path):
-    result = run(*WITH_OPTIONS, "gain:0.1@module.q_proj", tmp_path / "ledger")
-    assert result.returncode != 0
-    assert f"shaketable: {WHY}\n" in result.stderr
 
 
 def test_a_plan_that_matches_nothing_stops_a_program_under_run(tmp_path):

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 import shaketable as st
-from shaketable.integrations.common.worker_report import merged, read_reports
+from shaketable.integrations.common.worker_report import read_reports
 from shaketable.plan import Plan
 from tests.frameworks.vllm.small_engines import NANO, PROMPTS
-from tests.frameworks.vllm.vllm_programs import FOLDER, answers, complete, offline, printed, serving, shaken
+from tests.frameworks.vllm.vllm_programs import FOLDER, answers, complete, printed, serving, shaken
 
 pytestmark = pytest.mark.covers(
     "vLLM", "`shaketable run` of programs and of `vllm serve`; `--additional-config`", "eager, own processes"
@@ -78,11 +78,3 @@ def test_a_server_with_a_plan_in_its_config_says_so_and_leaves_a_ledger(tmp_path
 def said(folder):
     """Our lines in the log of a server."""
     return [line[line.index("shaketable: ") :] for line in (folder / "log").read_text().splitlines() if "shaketable: " in line]
-
-
-def test_a_plan_in_the_environment_is_enough(tmp_path, should):
-    result = offline(tmp_path / "answers.json", SHAKETABLE_PLAN=PLAN, SHAKETABLE_LEDGER=str(tmp_path / "ledger"))
-    assert result.returncode == 0, printed(result)[-3000:]
-    assert agree(answers(tmp_path / "answers.json"), should)
-    (report,) = read_reports(tmp_path / "ledger")
-    assert merged([report]).forward > 0

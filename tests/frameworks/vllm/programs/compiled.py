@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 
 from vllm import LLM, SamplingParams
 
@@ -43,8 +42,6 @@ class Program:
             call()
         except Exception as error:
             self.said[name] = str(error)
-        else:
-            self.said[name] = None
 
     def live(self, plan):
         """Change everything that can be changed while a compiled engine lives."""
@@ -55,10 +52,8 @@ class Program:
         sampler.set_magnitude(0.0)
         self.ask("off")
         sampler.set_magnitude(0.3, 1)
-        self.ask("second")
         sampler.set_magnitude(0.6, 2)
         self.ask("second and third")
-        self.said["later"] = sampler.ledger()[0]["plan"]
         sampler.set_plan(plan)
         self.said["asked again"] = [site["asked"] for site in sampler.ledger()[0]["plan"]["sites"]]
         self.refused("another plan", lambda: sampler.set_plan("gain:0.1@layer.0"))
@@ -80,16 +75,11 @@ class Program:
 
 def main():
     model, plan, path, *how = sys.argv[1:]
-    began = time.time()
     program = Program(model)
-    program.said["seconds"] = time.time() - began
     sampler = connect(program.llm)
     if how == ["live"]:
         program.live(plan)
     elif plan != "none":
-        sampler.clear()
-        program.ask("cleared before the first request")
-        sampler.set_plan(plan)
         program.ask("on")
         program.said["ledger"] = sampler.ledger()[0]["plan"]
     else:
