@@ -31,12 +31,9 @@ def test_what_was_compared_goes_to_the_logger_of_verl(run):
     assert second == {}, "every second step"
     for row in (first, third):
         assert row["weights_differing"] == row["weights_cast"] == row["weights_unknown"] == 0
-
-
-def test_every_weight_of_every_sampler_is_compared(run):
     model, _ = load_model(str(run.folder / "model"))
     names = len(list(model.named_parameters(remove_duplicate=False)))
-    assert found(run.steps[-1])["weights_compared"] == GPUS * names
+    assert third["weights_compared"] == GPUS * names, "every weight of every sampler"
 
 
 def test_what_was_found_is_kept_and_nothing_else_is_left(run):

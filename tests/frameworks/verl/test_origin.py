@@ -1,15 +1,12 @@
 """verl alone with the keys of the origin study; and configs that end before anything is started."""
 
 import os
-import shlex
 import subprocess
 import sys
 
 import pytest
-import yaml
 
 from shaketable.integrations.common.worker_report import read_reports
-from shaketable.integrations.origin_configs.command_line import DOCUMENTS
 from tests.frameworks.verl.tiny_run import ENVIRONMENT, HERE, make_tiny, run_example
 
 pytestmark = pytest.mark.covers("verl + vLLM", "the origin's keys", "eager, Ray, FSDP2")
@@ -46,35 +43,6 @@ def run(tmp_path_factory):
 def reports(run):
     (folder,) = (run.folder / "out" / "shaketable").iterdir()
     return {report["role"]: report for report in read_reports(folder)}
-
-
-def printed():
-    """Commands of verl that the origin's documents print, and the keys that they list, as overrides."""
-    for row in yaml.safe_load(DOCUMENTS.read_text())["rows"]:
-        where = f"{row['document']}: {row['section']}"
-        if "verl" in row:
-            yield pytest.param(shlex.split(row["verl"])[3:], row, id=where)
-        elif "config" in row and "answer" not in row:
-            yield pytest.param([f"{key}={value}" for key, value in flat(row["config"])], row, id=where)
-
-
-def flat(config, above=""):
-    """The keys of a config with dots, as on a command line."""
-    for key, value in config.items():
-        if isinstance(value, dict) and key != "layer_sigmas":
-            yield from flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", str(value).replace("'", "")
-
-
-@pytest.mark.parametrize(("overrides", "row"), printed())
-def test_hydra_takes_the_origins_keys_as_printed_for_verls_own_config(overrides, row, tmp_path):
-    command = [sys.executable, str(HERE / "hydra_alone.py"), *overrides]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    first, *rest = done.stdout.splitlines()
-    assert first.startswith("shaketable: put ++ in front of ")
-    assert rest == [f"plan {row.get('plan')}", f"aqn {row.get('aqn')}"]
 
 
 def test_the_origins_keys_and_variables_become_a_plan_and_aqn_that_are_printed(run):

@@ -12,7 +12,7 @@ from shaketable.records.record import RunRecord
 from tests.frameworks.vllm.vllm_programs import printed, run
 
 pytestmark = pytest.mark.covers("vLLM", "`shaketable sweep --engine vllm`: scores agree with Hugging Face's", "eager")
-SWEEP = (
+SWEEP = [
     "nano",
     "--task",
     "arithmetic,level=3",
@@ -24,7 +24,7 @@ SWEEP = (
     "2",
     "--batch-size",
     "75",
-)
+]
 
 
 def swept(folder, engine, plan, *more):

@@ -78,12 +78,6 @@ def check_recipe(variables, words):
         st.AQN.load(variables["AQN"])
 
 
-@pytest.mark.parametrize("row", named("study"))
-def test_the_arms_of_a_study_are_there(row):
-    study = load_study(Path(row["study"]))
-    assert set(row.get("arms", ())) <= set(study.arms)
-
-
 # ---- every key is read
 
 

@@ -162,16 +162,3 @@ def test_a_file_beside_flat_keys_is_what_train_ppo_took(tmp_path):
     assert translate({"aqn_config": str(path)}).aqn.schedule == st.GlobalDecay(0.05, 0.0005)
     with pytest.raises(ShaketableError, match=r"aqn.sigma: the file of aqn.config says it"):
         translate({"aqn_config": str(path), "aqn_sigma": 0.1})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"layer_specific": False}, "need each other"),
-        ({"sigma": 0.1}, "aqn.sigma and aqn.base_sigma are both there"),
-        ({"layer_sigmas": {"x": 1}}, "aqn.layer_sigmas"),
-    ],
-)
-def test_layer_sigmas_that_do_not_fit_together_are_refused(change, message):
-    with pytest.raises(ShaketableError, match=re.escape(message)):
-        translate({"aqn": GUIDED | change})
