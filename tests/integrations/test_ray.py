@@ -25,18 +25,13 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 def shaken(folder: Path, plan: str, *program: str) -> dict:
     """Run a program under a plan: its exit code, what it printed, its ledger, all that was said."""
-    done = run(
-        "-m", "shaketable", "run", "--plan", plan, "--seed", "3", "--ledger", str(folder), "--", sys.executable, *program
-    )
+    options = ["--plan", plan, "--seed", "3", "--ledger", str(folder)]
+    done = run("-m", "shaketable", "run", *options, "--", sys.executable, *program)
     said = " ".join((done.stdout + done.stderr).split())
     seen = next((json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')), None)
     file = folder / "ledger.json"
-    return {
-        "code": done.returncode,
-        "seen": seen,
-        "said": said,
-        "ledger": json.loads(file.read_text()) if file.exists() else None,
-    }
+    ledger = json.loads(file.read_text()) if file.exists() else None
+    return {"code": done.returncode, "seen": seen, "said": said, "ledger": ledger}
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +39,8 @@ def cluster():
     """The address of a cluster whose raylet knows nothing of any plan; its own temporary folder hides it from `ray.init()`."""
     folder = tempfile.mkdtemp(prefix="st", dir="/tmp")
     words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=2", "--port=0"]
-    words += [
-        "--node-ip-address=127.0.0.1",
-        "--include-dashboard=false",
-        "--object-store-memory=100000000",
-        f"--temp-dir={folder}",
-        "--disable-usage-stats",
-    ]
+    words += ["--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats"]
+    words += ["--object-store-memory=100000000", f"--temp-dir={folder}"]
     head = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | ENVIRONMENT)
     assert head.stdout is not None
     said = iter(head.stdout.readline, "")

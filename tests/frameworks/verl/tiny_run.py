@@ -145,16 +145,7 @@ def _number(text: str) -> float:
 def run_example(
     script: str, folder: Path, *overrides: str, gpus: int = 1, version: str | None = None, **environment: str
 ) -> Done:
-    """Run a script of examples/verl on the tiny folder; all of its processes are gone when it returns.
-
-    Args:
-        script: Its name.
-        folder: What `make_tiny` made.
-        overrides: Further ones for verl.
-        gpus: Workers of each role.
-        version: A release of verl in place of the one that is installed.
-        environment: Variables.
-    """
+    """Run a script of examples/verl on what `make_tiny` made, with `gpus` workers of each role; all processes end with it."""
     tiny = {"MODEL": str(folder / "model"), "DATA": str(folder), "GPUS": str(gpus), "OUT": str(folder / "out")}
     env = os.environ | ENVIRONMENT | SIZES | tiny | environment
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"

@@ -143,7 +143,6 @@ def test_dotted_keys_of_a_file_are_read_as_paths():
             "deadzone_layer and deadzone.layer are the same key",
         ),
         ({"aqn_sigm": 0.1, "aqn": {"enabled": True}}, "aqn.sigm: unknown key; did you mean 'sigma'?"),
-        ({"aqn_sigma": 0.1}, "aqn has sigma and no enabled, so it is neither on nor off; add +aqn.enabled=True"),
     ],
 )
 def test_a_key_in_two_spellings_or_a_misspelt_flat_one_is_refused(config, message):

@@ -219,6 +219,8 @@ def test_what_the_driver_read_is_what_the_trainer_does(tmp_path):
     environ = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.05", "VERL_NOISY_OPS_TYPE": "relative_gaussian"}
     made = shaking(tmp_path, environ, seed=5)
     assert shaking(tmp_path, resolved=made.pinned()) == made.model_copy(update={"lines": ()})
+    aqn = shaking(tmp_path, aqn=EPOCHS, seed=9)
+    assert shaking(tmp_path, resolved=aqn.pinned()) == aqn.model_copy(update={"lines": ()})
 
 
 def test_ledgers_are_never_mixed(tmp_path):
@@ -249,7 +251,9 @@ def begin(tmp_path, **groups):
     keep_record(whole, shaking_of(whole, {}))
 
 
-@pytest.mark.parametrize("other", [{}, {"shaketable": {"plan": NOISE, "seed": 1}}])
+@pytest.mark.parametrize(
+    "other", [{}, {"shaketable": {"plan": NOISE, "seed": 1}}, {"shaketable": {"plan": NOISE, "aqn": EPOCHS}}]
+)
 def test_checkpoints_of_another_plan_or_aqn_are_not_resumed(tmp_path, other):
     begin(tmp_path, shaketable={"plan": NOISE})
     begin(tmp_path, **other)
