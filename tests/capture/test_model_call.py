@@ -42,10 +42,6 @@ def test_tokens_go_where_forward_takes_them(forward, told):
     assert not any(others)
 
 
-def test_a_start_that_has_a_default_keeps_it():
-    assert call_with_tokens(module(lambda tokens, start_pos=5: start_pos), IDS) == 5
-
-
 def test_arguments_are_given_by_name_and_win():
     found = call_with_tokens(module(lambda idx, start_pos, other: (start_pos, other)), IDS, {"start_pos": 2, "other": 3})
     assert found == (2, 3)

@@ -79,16 +79,3 @@ def test_a_phase_is_one_rollout_whatever_is_called_inside(held):
     with st.phase("rollout"):
         assert not torch.equal(model(torch.eye(8)), seen[0])
     assert injection.rollouts.total == 2
-
-
-@torch.no_grad()
-def test_the_same_step_and_rollout_draw_the_same(held):
-    model, injection = held
-    seen = {}
-    for step in (0, 1, 2, 1):
-        injection.step = step
-        seen.setdefault(step, []).append([model.generate()[0], model.generate()[0]])
-    for once, again in zip(*seen[1], strict=True):
-        assert torch.equal(once, again)
-    flat = [*seen[0][0], *seen[1][0], *seen[2][0]]
-    assert len({x.numpy().tobytes() for x in flat}) == 6

@@ -13,35 +13,6 @@ from tests.inject.recomputation import Again
 X = torch.ones(2, 4)
 
 
-class Interrupts(nn.Module):
-    """Calls a linear, and is interrupted as often as it was told."""
-
-    def __init__(self, times=1):
-        super().__init__()
-        self.proj, self.times = nn.Linear(4, 4), times
-
-    def forward(self, x):
-        y = self.proj(x)
-        if self.times:
-            self.times -= 1
-            raise KeyboardInterrupt
-        return y
-
-
-def test_the_frames_that_an_interrupt_left_open_are_forgotten_at_the_next_call():
-    """Hooks of torch that run always do not run for those."""
-    model = Interrupts()
-    with st.inject(model, "gain:1@module.linear") as ledger:
-        with pytest.raises(KeyboardInterrupt):
-            model(X)
-        with st.phase("eval"):
-            model(X)
-        assert ledger.sites[0].by("phase") == {
-            "train": {"forward": 1, "backward": 0},
-            "eval": {"forward": 1, "backward": 0},
-        }
-
-
 class Recursive(nn.Module):
     """Calls itself, as a model does that searches."""
 

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from shaketable.errors import PlanError
 from shaketable.launch import run
-from shaketable.launch.run import collect, new_folder
+from shaketable.launch.run import collect
 from shaketable.ledger.ledger import Ledger, Measured, SiteLedger, Spot
 
 PLAN = "gain:0.5@layer.1"
@@ -151,16 +150,6 @@ def test_processes_are_merged_in_the_order_in_which_they_began_and_lives_of_acto
     assert (told["forward"], told["processes"], told["command"]) == (20, 5, ["python", "x.py"])
     again = collect(found.folder, ["x"], 6)
     assert again.ledger.forward == 20, "its own file is not one of a process"
-
-
-@pytest.mark.parametrize("name", ["ledger.json", "process-1.json"])
-def test_a_folder_of_another_run_is_refused(tmp_path, name):
-    new_folder(tmp_path / "deep")
-    (tmp_path / "deep" / "process-1.txt").write_text("")
-    new_folder(tmp_path / "deep")
-    (tmp_path / "deep" / name).write_text("{}")
-    with pytest.raises(PlanError, match="holds the ledger of another run; name another folder, nothing is overwritten"):
-        new_folder(tmp_path / "deep")
 
 
 # ---- the program itself

@@ -100,28 +100,6 @@ def test_a_layer_of_an_encoder_decoder_is_one_of_its_decoder_though_the_encoder_
     assert {p.layer for p in anatomy.parts if p.name.startswith("encoder.")} == {None}
 
 
-class Gated(nn.Module):
-    """A dense block in which a product is called gate, as in many a gated MLP."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.down(self.gate(x).sigmoid() * self.up(x))
-
-
-def test_a_dense_model_whose_linear_is_called_gate_has_no_router():
-    anatomy = Anatomy.of(Gated())
-    assert not anatomy.is_moe and role_counts(anatomy) == {"linear": 3}
-    model = Gated()
-    with st.inject(model, "gain:0.1@module.linear;gain:0.1@op.matmul") as ledger:
-        model(torch.ones(1, 4))
-    assert [site.forward for site in ledger.sites] == [3, 3]
-    model.experts = nn.ModuleList([nn.Linear(4, 4)])
-    assert role_counts(Anatomy.of(model)) == {"linear": 3, "router": 1}, "where there are experts, it is"
-
-
 @pytest.mark.parametrize(
     ("point", "said"), [("output", "a sampling engine never calls 'lm_head', it only reads its weight"), ("weight", None)]
 )

@@ -128,16 +128,6 @@ def test_values_whose_squares_leave_float32_are_measured(table, size):
     assert row[c.MAGNITUDE] == pytest.approx(0.3, rel=0.1) and row[c.ERROR] == pytest.approx(0.09, rel=0.2)
 
 
-def test_a_fire_that_is_not_due_is_counted(table):
-    table.sums[3, 1], table.sums[3, c.CHANGED], table.sums[3, c.MARK] = 5, 1, 9
-    table.begin()
-    before = table.sums[3].clone()
-    with fused():
-        gpu.noise(torch.ones(3000, device=DEVICE), 0.0, 0, relative=True, live=table.row(3))
-    changed = (table.sums[3] - before).tolist()
-    assert changed == [0.0, 1.0] + [0.0] * (c.WIDTH - 2)
-
-
 def test_a_kernel_that_is_off_changes_and_counts_nothing(table):
     table.begin()
     x = torch.randn(3000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
