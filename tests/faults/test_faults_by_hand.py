@@ -1,4 +1,4 @@
-"""Faults on numbers that can be checked by hand: every type, odd scopes, zeros, constants, and how kernels are built."""
+"""Faults on numbers that can be checked by hand: every type, odd scopes, and how kernels are built."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Covered operators under every name, in place, with a place for their result, with gradients, and as modules."""
+"""Covered operators under every name, in place, with gradients, and as modules."""
 
 import pytest
 import torch

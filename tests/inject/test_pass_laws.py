@@ -1,4 +1,4 @@
-"""One outermost call of a model is one pass: recursion, recomputation, interrupts and backward passes of other calls."""
+"""One outermost call of a model is one pass: recomputation, and backward passes of other calls."""
 
 import threading
 
@@ -11,17 +11,6 @@ from tests.inject.code_paths import Checkpointed
 from tests.inject.recomputation import Again
 
 X = torch.ones(2, 4)
-
-
-class Recursive(nn.Module):
-    """Calls itself, as a model does that searches."""
-
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(4, 4, bias=False)
-
-    def forward(self, x, depth=2):
-        return self.proj(x) if depth == 0 else self(self.proj(x), depth - 1)
 
 
 class Tied(nn.Module):
@@ -49,15 +38,6 @@ def test_a_layer_that_is_called_often_and_computed_again_has_the_noise_of_its_ow
         assert ledger.forward == 3 and ledger.to_dict()["sites"][0]["recomputed"] == (3 if again else 0)
         found.append([x.grad, *(p.grad for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@torch.no_grad()
-def test_a_model_that_calls_itself_is_in_one_pass():
-    model = Recursive()
-    with st.inject(model, "relative_gaussian:0.5@module.linear;relative_gaussian:0.5@op.matmul") as ledger:
-        first, second = model(X), model(X)
-        assert [site.forward for site in ledger.sites] == [6, 6]
-    assert not torch.equal(first, second)
 
 
 def test_a_backward_pass_has_the_magnitude_of_its_forward_pass():

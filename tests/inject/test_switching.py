@@ -1,4 +1,4 @@
-"""An injection as a switch: enabled, disabled, changed and closed; its phase and rank; going on in another process."""
+"""An injection as a switch: nested, disabled inside of a pass, and going on in another process."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Faulty weights that never replace the real ones: what a module reads, what others see, and what copies carry."""
+"""Faulty weights that never replace the real ones: what a module reads, and what others see."""
 
 import pytest
 import torch

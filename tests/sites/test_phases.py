@@ -1,27 +1,9 @@
-"""What the program is doing: which of several claims wins, and what one rollout is."""
+"""What the program is doing: which phases there are, and what one rollout is."""
 
 import pytest
 
 from shaketable.errors import PlanError
-from shaketable.sites.phases import as_rollout, current_phase, current_rollout, phase
-
-
-@pytest.mark.parametrize(("training", "found"), [(True, "train"), (False, "eval")])
-def test_a_plain_pass_is_what_the_training_flag_says_and_an_engine_knows_better(training, found):
-    assert current_phase(training) == found
-    assert current_phase(training, "rollout") == "rollout"
-
-
-@pytest.mark.parametrize("name", ["rollout", "train", "eval"])
-@pytest.mark.parametrize("told", [None, "rollout", "eval"])
-def test_what_is_said_wins_over_engine_generate_and_flag_and_ends_with_its_block(name, told):
-    with phase(name):
-        assert current_phase(True, told) == current_phase(False, told) == name
-        assert as_rollout(lambda: current_phase(True, told))() == name
-        with phase("train"):
-            assert current_phase(False, told) == "train"
-        assert current_phase(False, told) == name
-    assert current_phase(True) == "train"
+from shaketable.sites.phases import as_rollout, current_rollout, phase
 
 
 def test_an_unknown_phase_is_refused():

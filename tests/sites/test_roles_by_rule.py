@@ -111,17 +111,6 @@ def test_the_head_that_a_model_names_is_the_head_whatever_it_is_called():
     assert roles(inside)["model.out"] == "lm_head", "a model inside of another may say it"
 
 
-# Adapters
-
-
-@pytest.mark.parametrize(
-    ("path", "wanted"),
-    [("q_proj.lora_A.default", "lora"), ("lora_B", "lora"), ("q_proj.lora_", "lora"), ("q_proj.xlora_A", "linear"), ("lora", "linear"), ("my_lora_A", "linear")],
-)  # fmt: skip
-def test_an_adapter_is_what_its_path_calls_one(path, wanted):
-    assert role(nn.Linear(2, 2), path) == wanted
-
-
 # Stacks of layers
 
 
