@@ -10,7 +10,6 @@ from shaketable.faults.cpu import native
 from tests.tensors import same_bits
 
 NAN, INF = float("nan"), float("inf")
-CPU = torch.device("cpu")
 MANTISSA = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7, torch.float64: 52}
 every_dtype = pytest.mark.parametrize("dtype", MANTISSA, ids=str)
 

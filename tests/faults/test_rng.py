@@ -11,8 +11,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
 from scipy import stats
 
 from shaketable.faults import Draw, make_fault
@@ -21,10 +19,8 @@ from shaketable.faults.rng import key_of, lanes, mix64, normals, plain_normals, 
 from tests.tensors import same_bits as same
 
 CPU = torch.device("cpu")
-KEYS = st.integers(0, 2**64 - 1)
 MILLION = 1_000_000
 needs_kernel = pytest.mark.skipif(not native.available(), reason="no C++ compiler here")
-quick = settings(max_examples=60)
 SAMPLES = {
     "normals": lambda key, n=MILLION: normals(n, key, CPU).double().numpy(),
     "uniforms": lambda key, n=MILLION: uniforms(n, key, CPU).double().numpy() - 0.5,

@@ -18,7 +18,6 @@ from tests.inject.code_paths import Body, Tower
 
 pytestmark = pytest.mark.usefixtures("fresh_graphs")
 NOISE = "relative_gaussian:0.05"
-DID_NOT_RAISE = pytest.fail.Exception
 
 
 def known(reason, raises=AssertionError):

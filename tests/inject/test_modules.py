@@ -156,9 +156,6 @@ def test_an_output_with_a_faulty_gradient_may_be_overwritten():
     assert ledger.backward == 1
 
 
-X = torch.ones(2, 4)
-
-
 class Thing(nn.Module):
     """Calls a function."""
 

@@ -7,15 +7,10 @@ import torch
 from torch import nn
 
 import shaketable as st
-from shaketable.inject.injection import Injection, inject
-from shaketable.plan import Plan
+from shaketable.inject.injection import inject
 
 X = torch.ones(2, 4)
 GAIN = "gain:1@module.linear"
-
-
-def made(plan=GAIN, **options):
-    return Injection(Plan.parse(plan, seed=0), **{"rank": 0, "allow_inert": True, **options})
 
 
 def linear():

@@ -84,10 +84,6 @@ def test_a_plan_on_layers_shakes_every_call_of_a_hierarchical_model():
     assert len(Anatomy.of(model).layers) == 6
 
 
-def matched(plan, model):
-    return [t.part.name for t in targets(Plan.parse(plan).clauses[0], Anatomy.of(model))]
-
-
 def test_a_layer_of_an_encoder_decoder_is_one_of_its_decoder_though_the_encoder_is_larger():
     shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "vocab_size": 64, "d_ff": 64}
     with torch.device("meta"):

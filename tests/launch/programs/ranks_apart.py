@@ -22,10 +22,6 @@ if kind == "other model" and rank == 1:
     nn.Sequential(nn.Conv1d(1, 1, 3))(x[:, None])
 elif kind == "no model" and rank == 1:
     pass
-elif kind == "evaluation":  # rank 0 alone evaluates, as many programs do
-    model.train()(x)
-    if rank == 0:
-        model.eval()(x)
 elif kind == "loader":  # workers are forks of a rank, and are none themselves
     for batch in DataLoader(x, batch_size=16, num_workers=2):
         model(batch)
