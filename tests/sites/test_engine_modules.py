@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shaketable.errors import NoMatchError, PlanError
+from shaketable.errors import PlanError
 from shaketable.inject.injection import Injection
 from shaketable.plan import Plan
 from shaketable.sites.match import targets
@@ -46,16 +46,6 @@ def model(rank: int = 0, ranks: int = 1, packed: bool = False) -> nn.Module:
 
 def test_linears_are_found_after_their_weights_were_packed_away():
     assert role_counts(Anatomy.of(model(packed=True)))["linear"] == 2
-
-
-def test_a_fault_on_packed_weights_is_refused():
-    with pytest.raises(PlanError, match="was packed when the model was loaded"):
-        Injection(Plan.parse("mxfp4@module.linear,point=weight"), sampler=True).attach(model(packed=True))
-
-
-def test_a_projection_that_is_fused_is_named():
-    with pytest.raises(NoMatchError, match=r"computes q_proj inside of qkv_proj, for which write module\.qkv_proj"):
-        Injection(Plan.parse("gain:0.1@module.q_proj"), sampler=True).attach(model())
 
 
 @pytest.mark.parametrize(
@@ -103,34 +93,16 @@ def test_experts_are_refused_where_they_cannot_be_faulty(point, words):
         targets(clause, anatomy)
 
 
-def engine(name, base=nn.Linear, *sizes):
-    return engine_class(name, base)(*sizes)
-
-
-def names(site, model):
-    return [t.part.name for t in targets(Plan.parse(f"gain:1@{site}").clauses[0], Anatomy.of(model))]
-
-
 def test_every_weight_of_the_experts_of_an_engine_is_looked_at():
     """As on a GPU, where they are not packed into an order of their own."""
-    held = engine("RoutedExperts", nn.Module)
+    held = engine_class("RoutedExperts")()
     held.w13 = nn.Parameter(torch.ones(2, 4, 4, device="meta"))
     held.w2 = nn.Parameter(torch.ones(2, 4, 2, device="meta"))
-    model = nn.Module()
-    model.experts = engine("MoERunner", nn.Module)
-    model.experts.routed_experts = held
-    assert names("module.linear,point=weight", model) == ["experts"]
+    experts = engine_class("MoERunner")()
+    experts.routed_experts = held
+    model = nn.ModuleDict({"experts": experts})
+    clause = Plan.parse("gain:1@module.linear,point=weight").clauses[0]
+    assert [t.part.name for t in targets(clause, Anatomy.of(model))] == ["experts"]
     held.w2 = nn.Parameter(torch.ones(0, 2, device="meta"))
     with pytest.raises(PlanError, match="the weight of 'experts' was packed when the model was loaded"):
-        names("module.linear,point=weight", model)
-
-
-def test_a_weight_that_two_modules_of_an_engine_read_is_refused():
-    model = nn.Module()
-    model.embed, model.lm_head = engine("Embedding", nn.Embedding, 4, 2), engine("Linear", nn.Linear, 2, 4)
-    model.lm_head.weight = model.embed.weight
-    with pytest.raises(PlanError) as refused:
-        names("module.lm_head,point=weight", model)
-    said = "gain:1@module.lm_head,point=weight: 'lm_head' and 'embed' have one weight, and both would be faulty"
-    assert str(refused.value) == said
-    assert names("module.embedding,point=output", model) == ["embed"]
+        targets(clause, Anatomy.of(model))

@@ -94,17 +94,3 @@ def test_a_layer_of_an_encoder_decoder_is_one_of_its_decoder_though_the_encoder_
     (found,) = targets(Plan.parse("gain:0.1@layer.1").clauses[0], anatomy)
     assert found.part.module is model.decoder.block[1] and len(anatomy.layers) == 2
     assert {p.layer for p in anatomy.parts if p.name.startswith("encoder.")} == {None}
-
-
-@pytest.mark.parametrize(
-    ("point", "said"), [("output", "a sampling engine never calls 'lm_head', it only reads its weight"), ("weight", None)]
-)
-def test_the_head_of_an_engine_is_never_called(point, said):
-    model = nn.Module()
-    model.lm_head = type("Head", (nn.Linear,), {"__module__": "vllm.model_executor.layers"})(2, 4)
-    clause = Plan.parse(f"gain:1@module.lm_head,point={point}").clauses[0]
-    if said is None:
-        assert len(targets(clause, Anatomy.of(model))) == 1
-        return
-    with pytest.raises(st.PlanError, match=said):
-        targets(clause, Anatomy.of(model))
