@@ -7,7 +7,6 @@ masked, what comes back.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -260,37 +259,19 @@ class Encoder(nn.Module):
         return self.decoder(x)
 
 
-class OwnAttentionBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-        self.mlp = nn.Sequential(
-            OrderedDict([("c_fc", nn.Linear(WIDTH, 4 * WIDTH)), ("gelu", nn.GELU()), ("c_proj", nn.Linear(4 * WIDTH, WIDTH))])
-        )
-
-    def forward(self, x, mask):
-        y = self.ln_1(x)
-        x = x + self.attn(y, y, y, need_weights=False, attn_mask=mask)[0]
-        return x + self.mlp(self.ln_2(x))
-
-
-class OwnAttention(nn.Module):
-    """nn.MultiheadAttention in blocks that are attributes, one by one; the head is the embedding, read as a matrix."""
+class Numbered(nn.Module):
+    """Blocks that are attributes, one by one; the head is the embedding, read as a matrix."""
 
     def __init__(self):
         super().__init__()
-        self.token_embedding, self.ln_final = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH)
-        self.positional_embedding = nn.Parameter(torch.randn(LONGEST, WIDTH) * 0.1)
-        self.block1, self.block2, self.block3 = (OwnAttentionBlock() for _ in range(3))
+        self.token_embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.block1, self.block2, self.block3 = (Block(flash=True, bias=True) for _ in range(LAYERS))
 
     def forward(self, text):
-        n = text.shape[1]
-        x = self.token_embedding(text) + self.positional_embedding[:n]
-        mask = torch.full((n, n), float("-inf"), dtype=x.dtype, device=x.device).triu_(1)
+        x = self.token_embedding(text)
         for block in (self.block1, self.block2, self.block3):
-            x = block(x, mask)
-        return self.ln_final(x) @ self.token_embedding.weight.T
+            x = block(x)
+        return x @ self.token_embedding.weight.T
 
 
 # ---- experts in a loop
@@ -380,7 +361,7 @@ MODELS = {
     "reference_llama": ReferenceLlama,
     "encoder": Encoder,
     "encoder_seq_first": lambda: Encoder(batch_first=False),
-    "own_attention": OwnAttention,
+    "numbered": Numbered,
     "experts": Experts,
     "lstm_stack": LSTMStack,
 }

@@ -1,7 +1,5 @@
-"""Small models written as people write the code they ship with a checkpoint, each after what some known repository does.
-
-None is transformers' own: layers are seq-first or in a Sequential, tensors are overwritten through views, buffers grow in
-`forward`, functions are scripted, weights are made on the fly.
+"""A small model written as people write the code they ship with a checkpoint: a buffer that grows in `forward`, and a head that
+normalises its weight at its first call.
 """
 
 from __future__ import annotations
@@ -9,14 +7,12 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 HIDDEN, HEADS, VOCABULARY = 32, 4, 128
 SIZE = HIDDEN // HEADS
-MODELS: dict[str, type[PreTrainedModel]] = {}
 
 
 class RemoteConfig(PretrainedConfig):
@@ -25,42 +21,6 @@ class RemoteConfig(PretrainedConfig):
     def __init__(self, hidden_size=HIDDEN, num_layers=3, vocab_size=VOCABULARY, seq_length=16, **others):
         self.hidden_size, self.num_layers, self.vocab_size, self.seq_length = hidden_size, num_layers, vocab_size, seq_length
         super().__init__(**others)
-
-
-class Remote(PreTrainedModel):
-    """What every such file has once."""
-
-    config_class = RemoteConfig
-    base_model_prefix = "transformer"
-    supports_gradient_checkpointing = True
-
-    def __init_subclass__(cls, **options):
-        super().__init_subclass__(**options)
-        MODELS[cls.__name__] = cls
-
-    def _init_weights(self, module):
-        for parameter in module.parameters(recurse=False):
-            if parameter.dim() > 1:
-                parameter.data.normal_(mean=0.0, std=parameter.shape[-1] ** -0.5)
-
-
-def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """A random model in eval mode; biases and norms get values too."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = MODELS[name](RemoteConfig())
-        for parameter in model.parameters():
-            if parameter.dim() <= 1:
-                parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    return model.to(dtype).eval()
-
-
-def causal(scores: Tensor) -> Tensor:
-    return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-
-
-def heads(x: Tensor, size: int = SIZE) -> Tensor:
-    return x.view(*x.shape[:-1], -1, size).transpose(1, 2)
 
 
 def slopes(n: int) -> Tensor:
@@ -79,9 +39,6 @@ class GLMRMSNorm(nn.Module):
         variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
         hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
         return (self.weight * hidden_states).to(input_dtype)
-
-
-# ---- Baichuan: one matrix for queries, keys and values; ALiBi; a head that normalises its weight at its first call
 
 
 class NormHead(nn.Module):
@@ -138,7 +95,12 @@ def fill_with_neg_inf(t):
     return t.float().fill_(float("-inf")).type_as(t)
 
 
-class Baichuan(Remote):
+class Baichuan(PreTrainedModel):
+    """One matrix for queries, keys and values; ALiBi; a head that normalises its weight at its first call."""
+
+    config_class = RemoteConfig
+    base_model_prefix = "transformer"
+
     def __init__(self, config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -149,6 +111,11 @@ class Baichuan(Remote):
         self.first_run = True
         self.alibi_mask = None
         self.post_init()
+
+    def _init_weights(self, module):
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() > 1:
+                parameter.data.normal_(mean=0.0, std=parameter.shape[-1] ** -0.5)
 
     def get_alibi_mask(self, tensor, n):
         if self.first_run:
@@ -176,63 +143,12 @@ class Baichuan(Remote):
         return CausalLMOutputWithPast(logits=self.lm_head(self.norm(x)))
 
 
-# ---- nGPT: weights normalised when they are read, a function of its own with a backward, float64 in between
-
-
-class Normalise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        norm = x.double().norm(dim=-1, keepdim=True).clamp_min(1e-8)
-        ctx.save_for_backward(x, norm)
-        return (x.double() / norm).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        _, norm = ctx.saved_tensors
-        return gradient / norm.to(gradient.dtype)
-
-
-class NormalisedLinear(nn.Module):
-    def __init__(self, a, b):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(b, a))
-
-    def forward(self, x):
-        return F.linear(x, Normalise.apply(self.weight))
-
-
-class NGPTBlock(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.qkv = NormalisedLinear(config.hidden_size, 3 * config.hidden_size)
-        self.out = NormalisedLinear(config.hidden_size, config.hidden_size)
-        self.up = NormalisedLinear(config.hidden_size, 48)
-        self.down = NormalisedLinear(48, config.hidden_size)
-        self.sqk = nn.Parameter(torch.ones(SIZE))
-        self.attn_alpha = nn.Parameter(torch.full((config.hidden_size,), 0.3))
-        self.mlp_alpha = nn.Parameter(torch.full((config.hidden_size,), 0.3))
-
-    def forward(self, h):
-        q, k, v = (heads(t) for t in self.qkv(h).chunk(3, -1))
-        q, k = self.sqk * Normalise.apply(q), self.sqk * Normalise.apply(k)
-        w = torch.einsum("bhid,bhjd->bhij", q, k) * SIZE**0.5
-        w = w.float().masked_fill(causal(w), -torch.inf).softmax(-1).to(v.dtype)
-        attended = self.out(torch.einsum("bhij,bhjd->bihd", w, v).flatten(2))
-        h = Normalise.apply(torch.lerp(h, Normalise.apply(attended), self.attn_alpha.abs().to(h.dtype)))
-        y = self.down(torch.relu_(self.up(h)).square_())
-        return Normalise.apply(h + self.mlp_alpha.abs() * (Normalise.apply(y) - h))
-
-
-class NGPT(Remote):
-    def __init__(self, config):
-        super().__init__(config)
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.transformer = nn.ModuleDict({"h": nn.ModuleList([NGPTBlock(config) for _ in range(config.num_layers)])})
-        self.head = NormalisedLinear(config.hidden_size, config.vocab_size)
-        self.post_init()
-
-    def forward(self, input_ids=None, targets=None, use_cache=None):
-        x = Normalise.apply(self.embed(input_ids))
-        for block in self.transformer.h:
-            x = block(x)
-        return CausalLMOutputWithPast(logits=self.head(x) * 10.0)
+def build(dtype: torch.dtype = torch.float32) -> Baichuan:
+    """A random model in eval mode; biases and norms get values too."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Baichuan(RemoteConfig())
+        for parameter in model.parameters():
+            if parameter.dim() <= 1:
+                parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return model.to(dtype).eval()

@@ -40,15 +40,16 @@ def loaded(folder, **options):
 
 
 class Wrong(TorchDispatchMode):
-    """A device on which one operator is wrong."""
+    """A device on which some operators are wrong."""
 
-    def __init__(self, operator, wrong, when=lambda args: True):
+    def __init__(self, operators, wrong, when=lambda args: True):
         super().__init__()
-        self.operator, self.wrong, self.when, self.count = operator, wrong, when, 0
+        self.operators = operators if isinstance(operators, tuple) else (operators,)
+        self.wrong, self.when, self.count = wrong, when, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket is self.operator and self.when(args):
+        if func.overloadpacket in self.operators and self.when(args):
             self.count += 1
             return self.wrong(result, args)
         return result
@@ -96,7 +97,6 @@ def shifted_index(result, args):
 SELECTING = {
     "topk": (aten.topk, shifted_index, lambda u: u * torch.zeros_like(u).scatter(-1, u.topk(4).indices, 1.0)),
     "sort": (aten.sort, shifted_index, lambda u: u.gather(-1, u.sort(-1).indices)),
-    "argsort": (aten.argsort, lambda y, args: y.flip(-1), lambda u: u.gather(-1, u.argsort(-1))),
     "argmax": (aten.argmax, lambda y, args: (y + 1) % 64, lambda u: u + u.argmax(-1, keepdim=True)),
     "max": (aten.max, shifted_index, lambda u: u + u.max(-1, keepdim=True).indices),
     "greater": (aten.gt, lambda y, args: ~y, lambda u: u * (u > 0)),
@@ -111,8 +111,8 @@ def test_a_device_that_selects_wrongly(name):
     assert located(model).verdict == "HEALTHY", located(model).sentence
     with Wrong(operator, wrong) as mode:
         diagnosis = located(model)
-    assert mode.count or name == "argsort"
-    assert diagnosis.verdict == "FAULT" or not mode.count, diagnosis.sentence
+    assert mode.count
+    assert diagnosis.verdict == "FAULT", diagnosis.sentence
 
 
 def moved(result, args):
@@ -125,15 +125,6 @@ def test_a_slice_that_reads_the_wrong_half():
     model = build("llama")
     is_half = lambda args: args[0].dim() == 4 and args[1] == 3 and args[2] > 0  # noqa: E731
     with Wrong(aten.slice, moved, is_half) as mode:
-        diagnosis = located(model)
-    assert mode.count
-    assert diagnosis.verdict == "FAULT"
-
-
-def test_repeated_heads_that_all_read_the_first():
-    model = build("llama", attention="eager")
-    first = lambda y, args: args[0][:, :1].expand(y.shape)  # noqa: E731
-    with Wrong(aten.expand, first, lambda args: args[0].dim() == 5 and len(args[1]) == 5) as mode:
         diagnosis = located(model)
     assert mode.count
     assert diagnosis.verdict == "FAULT"
@@ -166,31 +157,19 @@ def test_rows_added_to_one_place(rows, dtype):
 # ---- attributes, config, buffers, dtypes
 
 
-def set_attribute(path, name, value):
-    def change(model):
-        setattr(model.get_submodule(path), name, value)
-
-    return change
-
-
 ATTRIBUTES = {
-    "is_causal": ("llama", set_attribute("model.layers.1.self_attn", "is_causal", False)),
-    "top_k": ("mixtral", set_attribute("model.layers.1.mlp.gate", "top_k", 1)),
-    "norm_topk_prob": ("qwen3_moe", None),
-    "sliding_window": ("gemma3", None),
+    "is_causal": ("llama", "model.layers.1.self_attn", False),
+    "top_k": ("mixtral", "model.layers.1.mlp.gate", 1),
+    "sliding_window": ("gemma3", "model.layers.1.self_attn", 3),
 }
 
 
 @pytest.mark.parametrize("mode", ["host", "all"])
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_an_attribute_that_the_config_does_not_give(name, mode):
-    architecture, change = ATTRIBUTES[name]
+    architecture, path, value = ATTRIBUTES[name]
     model = build(architecture)
-    if change is None:
-        owner = next(m for p, m in model.named_modules() if ".1." in p and name in vars(m))
-        value = getattr(owner, name)
-        change = lambda model: setattr(owner, name, not value if isinstance(value, bool) else 3)  # noqa: E731
-    change(model)
+    setattr(model.get_submodule(path), name, value)
     diagnosis = located(model, mode=mode)
     assert (diagnosis.verdict, diagnosis.layer) == ("FAULT", 1), diagnosis.sentence
     assert name in diagnosis.sentence
@@ -281,8 +260,6 @@ ORIGINAL = F.softmax
 REPLACED = {
     "object": CallableSoftmax(),
     "partial": functools.partial(lambda scale, *a, **k: ORIGINAL(*a, **k) * scale, 1.05),
-    "partial of torch": functools.partial(ORIGINAL, _stacklevel=2),
-    "function": lambda *a, **k: ORIGINAL(*a, **k) * 1.05,
 }
 
 
@@ -294,13 +271,12 @@ def test_a_replaced_function_is_named(kind, monkeypatch):
     assert located(build("llama", attention="eager"), strict=True).verdict == "INCONCLUSIVE"
 
 
-@pytest.mark.parametrize("name", ["repeat_kv", "apply_rotary_pos_emb", "eager_attention_forward"])
-def test_a_partial_of_the_model_s_own_function_is_named(name, monkeypatch):
+def test_a_partial_of_the_model_s_own_function_is_named(monkeypatch):
     from transformers.models.llama import modeling_llama
 
-    monkeypatch.setattr(modeling_llama, name, functools.partial(getattr(modeling_llama, name)))
+    monkeypatch.setattr(modeling_llama, "repeat_kv", functools.partial(modeling_llama.repeat_kv))
     diagnosis = located(build("llama", attention="eager"))
-    assert any(code.startswith(f"modeling_llama.{name}, which is") for code in diagnosis.foreign), diagnosis.sentence
+    assert any(code.startswith("modeling_llama.repeat_kv, which is") for code in diagnosis.foreign), diagnosis.sentence
 
 
 def test_names_of_a_star_import_are_the_file_s_own(tmp_path, monkeypatch):
@@ -313,13 +289,6 @@ def test_names_of_a_star_import_are_the_file_s_own(tmp_path, monkeypatch):
     assert located(model, strict=True).foreign == []
     monkeypatch.setattr(own_model, "Identity", nn.ReLU)
     assert located(model).foreign == ["own_model.Identity, which is ReLU from torch.nn.modules.activation"]
-
-
-def test_strict_is_of_use_with_peft():
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"])).eval()
-    diagnosis = located(model, strict=True)
-    assert (diagnosis.verdict, diagnosis.foreign) == ("HEALTHY", [])
 
 
 def test_a_swapped_class_is_named_as_a_class(monkeypatch):
@@ -349,48 +318,27 @@ def test_a_method_of_tensors_that_was_patched_does_not_make_forwards_differ(monk
 
 def test_the_sentence_says_what_never_ran():
     sentence = located(build("llama")).sentence
-    for words in (
-        "compiled graphs",
-        "autocast",
-        "training mode",
-        "backward",
-        "padding",
-        "other tokens, lengths and batch sizes",
-    ):
+    for words in ("compiled graphs", "autocast", "training mode", "backward", "padding", "other tokens, lengths"):
         assert words in sentence
     assert "cached decoding" not in sentence.partition("Not run")[2]
     sentence = located(gpt()).sentence
     assert "cached decoding" in sentence.partition("Not run")[2]
 
 
-class WrongFor(TorchDispatchMode):
-    """Products that are wrong where their rows fulfil a condition."""
-
-    def __init__(self, condition):
-        super().__init__()
-        self.condition, self.count = condition, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (aten.mm, aten.addmm) and self.condition(args[-2]):
-            self.count += 1
-            result[-1] *= 1.05
-        return result
+SHAPES = {"decode": lambda args: args[-2].shape[0] <= 2, "batch": lambda args: args[-2].shape[0] > 24}
 
 
-def test_products_that_are_wrong_for_one_token():
-    with WrongFor(lambda x: x.shape[0] <= 2) as mode:
+@pytest.mark.parametrize("probe", SHAPES)
+def test_products_that_are_wrong_for_one_token_or_in_a_batch(probe):
+    def last_row_louder(y, args):
+        y[-1] *= 1.05
+        return y
+
+    with Wrong((aten.mm, aten.addmm), last_row_louder, SHAPES[probe]) as mode:
         diagnosis = located(build("llama"))
     assert mode.count
-    assert (diagnosis.verdict, diagnosis.layer, diagnosis.evidence[0].probe) == ("FAULT", 0, "decode"), diagnosis.sentence
-    assert "in cached decoding" in diagnosis.sentence
-
-
-def test_products_that_are_wrong_in_a_batch():
-    with WrongFor(lambda x: x.shape[0] > 24) as mode:
-        diagnosis = located(build("llama"))
-    assert mode.count
-    assert (diagnosis.verdict, diagnosis.layer, diagnosis.evidence[0].probe) == ("FAULT", 0, "batch"), diagnosis.sentence
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.evidence[0].probe) == ("FAULT", 0, probe), diagnosis.sentence
+    assert ("in cached decoding" in diagnosis.sentence) == (probe == "decode")
 
 
 # ---- healthy models that look odd
@@ -408,23 +356,12 @@ class Autocast(nn.Module):
             return x + self.up(self.norm(self.up(x)))
 
 
-class LlamaNormAutocast(Autocast):
-    def __init__(self, step):
-        super().__init__(step)
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-        self.norm = LlamaRMSNorm(32)
-        with torch.no_grad():
-            self.norm.weight.add_(torch.randn(32) * 0.1)
-
-
-@pytest.mark.parametrize("block", [Autocast, LlamaNormAutocast])
-def test_autocast_of_the_model_s_own(block):
-    diagnosis = located(gpt(block=block))
+def test_autocast_of_the_model_s_own():
+    diagnosis = located(gpt(block=Autocast))
     assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_autocast_around_the_layers(name):
     model = build(name)
 
@@ -560,18 +497,6 @@ def quantized(folder):
     return model, None
 
 
-def scripted(folder):
-    model = gpt()
-    model.h[1].up = torch.jit.script(model.h[1].up)
-    return model, None
-
-
-def sparse_buffer(folder):
-    model = gpt()
-    model.h[1].register_buffer("links", torch.eye(4).to_sparse())
-    return model, None
-
-
 def peft_with_the_base_as_source(folder):
     import peft
 
@@ -588,10 +513,6 @@ def compiled_layer(folder):
     return model, str(folder)
 
 
-def data_parallel(folder):
-    return nn.DataParallel(loaded(folder)), str(folder)
-
-
 def resized(folder):
     model = loaded(folder)
     model.resize_token_embeddings(128)
@@ -602,30 +523,11 @@ def another_model(folder):
     return build("qwen2"), str(folder)
 
 
-def more_layers(folder):
-    import transformers
-
-    config = build("llama").config
-    config.num_hidden_layers = 5
-    return transformers.AutoModelForCausalLM.from_config(config).eval(), str(folder)
+HEALTHY = [peft_with_the_base_as_source, compiled, compiled_layer]
+REFUSED = [quantized, resized, another_model]
 
 
-ODD = [
-    quantized,
-    scripted,
-    sparse_buffer,
-    peft_with_the_base_as_source,
-    compiled,
-    compiled_layer,
-    data_parallel,
-    resized,
-    another_model,
-    more_layers,
-]
-HEALTHY = {*ODD} - {quantized, resized, another_model, more_layers}
-
-
-@pytest.mark.parametrize("make", ODD, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", HEALTHY + REFUSED, ids=lambda f: f.__name__)
 def test_an_odd_model_is_judged_or_refused_in_one_line(make, folder):
     if make is quantized:
         pytest.importorskip("torchao")
@@ -638,15 +540,11 @@ def test_an_odd_model_is_judged_or_refused_in_one_line(make, folder):
             located(model, source=source)
 
 
-def scripted_layer():
+def test_a_layer_that_cannot_be_looked_into_is_named_in_one_line():
     model = gpt()
     model.h[1] = torch.jit.trace(model.h[1], torch.zeros(1, 24, 32))
-    return model
-
-
-def test_a_layer_that_cannot_be_looked_into_is_named_in_one_line():
     with pytest.raises(st.ModelError, match=r"\Ah\.1 is scripted[^\n]+\Z"):
-        located(scripted_layer())
+        located(model)
 
 
 def test_a_product_with_a_sparse_buffer_is_not_judged():
@@ -668,19 +566,13 @@ def with_lora(model):
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"])).eval()
 
 
-def with_lora_and_a_trained_head(model):
-    import peft
-
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])).eval()
-
-
 def with_lora_inside(model):
     import peft
 
     return peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj", "v_proj"]), model).eval()
 
 
-@pytest.mark.parametrize("adapt", [with_lora, with_lora_and_a_trained_head, with_lora_inside], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("adapt", [with_lora, with_lora_inside], ids=lambda f: f.__name__)
 def test_adapters_do_not_keep_a_model_from_being_compared_with_its_config(adapt):
     pytest.importorskip("peft")
     healthy = located(adapt(build("llama")), strict=True)
@@ -714,23 +606,10 @@ def from_another_model(monkeypatch):
     monkeypatch.setattr(modeling_llama, "rotate_half", modeling_cohere.rotate_half)
 
 
-def another_mask(monkeypatch):
-    from transformers import masking_utils
-    from transformers.models.llama import modeling_llama
-
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", masking_utils.create_bidirectional_mask)
-
-
 def mask_that_shows_the_next_token(monkeypatch):
     from transformers import masking_utils
 
     monkeypatch.setattr(masking_utils, "causal_mask_function", lambda batch, head, q, kv: kv <= q + 1)
-
-
-def table_of_masks(monkeypatch):
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "eager", lambda *args, **kwargs: None)
 
 
 def cache_that_is_off_by_one(monkeypatch):
@@ -748,13 +627,6 @@ def method_of_another_model(monkeypatch):
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", modeling_gemma.GemmaMLP.forward)
 
 
-def attention_of_another_model(monkeypatch):
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    from transformers.models.gemma2 import modeling_gemma2
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", modeling_gemma2.eager_attention_forward)
-
-
 def parameters_are_read_otherwise(monkeypatch):
     real = nn.Module.__getattr__
     monkeypatch.setattr(nn.Module, "__getattr__", lambda self, name: real(self, name))
@@ -762,28 +634,20 @@ def parameters_are_read_otherwise(monkeypatch):
 
 ELSEWHERE = {
     "LlamaMLP.forward": method_of_another_model,
-    "attention.sdpa": attention_of_another_model,
     "torch.nn.Module.__getattr__": parameters_are_read_otherwise,
-    "torch.linalg.vector_norm": lambda monkeypatch: monkeypatch.setattr(
-        torch.linalg, "vector_norm", functools.partial(torch.linalg.vector_norm)
-    ),
     "torch.Tensor.mT": lambda monkeypatch: monkeypatch.setattr(
         torch.Tensor, "mT", property(lambda x: x.transpose(-2, -1)), raising=False
     ),
-    "torch.Tensor.tanh": lambda monkeypatch: monkeypatch.setattr(torch.Tensor, "tanh", functools.partialmethod(torch.sigmoid)),
     "modeling_llama.rotate_half": from_another_model,
-    "modeling_llama.create_causal_mask": another_mask,
     "masking_utils.causal_mask_function": mask_that_shows_the_next_token,
-    "mask.eager": table_of_masks,
     "DynamicLayer.update": cache_that_is_off_by_one,
     "torch.nn.functional.silu": lambda monkeypatch: monkeypatch.setattr(F, "silu", F.gelu),
-    "torch.Tensor.cos": lambda monkeypatch: monkeypatch.setattr(torch.Tensor, "cos", torch.Tensor.sin),
 }
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_code_of_the_same_package_in_another_place_is_named(name, monkeypatch):
-    model = build("llama", attention="sdpa" if "sdpa" in name else "eager")
+    model = build("llama", attention="eager")
     assert located(model, strict=True).verdict == "HEALTHY"
     ELSEWHERE[name](monkeypatch)
     diagnosis = located(model)

@@ -60,14 +60,10 @@ def only_when_the_first_is_negative(y):
     return torch.where(rows, y * 1.05, y)
 
 
-def token(at):
-    def changed(y):
-        y = y.clone()
-        y.view(-1, y.shape[-1])[at] *= 1.05
-        return y
-
-    changed.__name__ = f"token_{at}"
-    return changed
+def last_token(y):
+    y = y.clone()
+    y.view(-1, y.shape[-1])[-1] *= 1.05
+    return y
 
 
 def two_tokens_swapped(y):
@@ -82,9 +78,7 @@ CHANGES = [
     one_channel,
     large_values_halved,
     only_when_the_first_is_negative,
-    token(0),
-    token(7),
-    token(-1),
+    last_token,
     two_tokens_swapped,
 ]
 CHANGED = pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
@@ -174,24 +168,6 @@ def test_a_leaf_that_does_something_else_is_found(name, dtype, way):
     model = build(name, dtype)
     way(model.get_submodule(LEAVES[name]), louder)
     assert_found(found(model), LEAVES[name])
-
-
-COMPOSITES = {
-    "llama": "model.layers.1.mlp",
-    "gemma3": "model.layers.1.self_attn",
-    "gpt2": "transformer.h.1",
-    "qwen3_moe": "model.layers.1.mlp",
-}
-
-
-@pytest.mark.parametrize("way", [replaced, hooked, another_class])
-@EVERYWHERE
-def test_a_composite_module_that_does_something_else_is_found_or_named(name, way):
-    model = build(name)
-    way(model.get_submodule(COMPOSITES[name]), first_louder)
-    diagnosis = found(model)
-    assert diagnosis.verdict == "FAULT" or any(COMPOSITES[name] in line for line in diagnosis.foreign), diagnosis.sentence
-    assert found(model, strict=True).verdict != "HEALTHY"
 
 
 def test_a_hook_of_all_modules_is_found_or_named():

@@ -36,14 +36,6 @@ def decided(found, has_file=True):
     return found
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_all_passed_is_healthy(mode):
-    found = decided(passing(mode=mode))
-    assert (found.verdict, found.exit_code) == ("HEALTHY", 0)
-    assert str(found).startswith("HEALTHY: all 3 layers") and found.layer is None
-    assert ("twins" in str(found)) == (mode == "device")
-
-
 def test_the_first_layer_in_the_order_of_computation_is_blamed():
     found = passing()
     found.evidence = [
@@ -60,9 +52,7 @@ def test_the_first_layer_in_the_order_of_computation_is_blamed():
     [
         (("twin", "repeat", "links", "replay", "weights"), "weights"),
         (("twin", "repeat", "links", "replay"), "replay"),
-        (("twin", "repeat", "links"), "links"),
         (("twin", "repeat"), "repeat"),
-        (("twin",), "twin"),
     ],
 )
 def test_in_one_layer_the_strongest_evidence_names_the_operator(probes, wins):
@@ -99,9 +89,8 @@ def test_a_suspicion_alone_decides_nothing(mode):
 @pytest.mark.parametrize(
     ("mode", "probe", "verdict"),
     [
-        ("device", "twin", "INCONCLUSIVE"), ("host", "replay", "INCONCLUSIVE"), ("all", "replay", "INCONCLUSIVE"),
-        ("all", "twin", "HEALTHY"), ("all", "repeat", "INCONCLUSIVE"), ("device", "repeat", "INCONCLUSIVE"),
-        ("all", "causal", "HEALTHY"),
+        ("device", "twin", "INCONCLUSIVE"), ("host", "replay", "INCONCLUSIVE"), ("all", "repeat", "INCONCLUSIVE"),
+        ("all", "twin", "HEALTHY"), ("all", "causal", "HEALTHY"),
     ],
 )  # fmt: skip
 def test_a_gap_of_the_deciding_probe_is_no_health(mode, probe, verdict):
@@ -122,21 +111,15 @@ def test_json_is_strict(tmp_path):
     found.probes[1].statistics = LayerStatistics(math.nan, 1.0, -math.inf, 0.0, 0.1, 3)
     found.evidence = [evidence(0, "replay", examples=[{"got": math.nan, "low": 1.0}])]
     decided(found)
-    path = tmp_path / "diagnosis.json"
-    found.save(path)
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
-
-    text = path.read_text(encoding="utf-8")
-    plain = json.loads(text, parse_constant=refuse)
-    assert text.endswith("}\n")
+    found.save(tmp_path / "diagnosis.json")
+    text = (tmp_path / "diagnosis.json").read_text(encoding="utf-8")
+    plain = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     assert plain["probes"][0]["results"]["repeat"]["score"] is None
     assert list(plain["probes"][1]["statistics"].values()) == [None, 1.0, None, 0.0, 0.1, 3, None]
     assert plain["evidence"][0]["examples"] == [{"got": None, "low": 1.0}]
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("strict", [False, True])
 def test_foreign_code_is_named_and_counted(count, strict):
     found = passing(mode="host")

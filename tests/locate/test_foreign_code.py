@@ -62,11 +62,7 @@ def another_class():
 def values_from_nowhere():
     """What numpy makes is no operator's result, and nothing of its shape is made by one."""
     model = build("llama")
-
-    def forward(x):
-        return torch.from_numpy(np.tanh(x.numpy()))
-
-    model.model.layers[1].mlp.forward = forward
+    model.model.layers[1].mlp.forward = lambda x: torch.from_numpy(np.tanh(x.numpy()))
     return model
 
 
@@ -110,7 +106,15 @@ def times(own, by=1.5):
 
 
 def patched(place, name):
-    return lambda patch: patch.setattr(place, name, times(getattr(place, name)))
+    """A function that replaces one in a module, or in a class of it."""
+
+    def patch_it(patch):
+        module, _, kind = place.partition(":")
+        owner = importlib.import_module(module)
+        owner = getattr(owner, kind) if kind else owner
+        patch.setattr(owner, name, times(getattr(owner, name)))
+
+    return patch_it
 
 
 def patched_attention(patch):
@@ -121,14 +125,11 @@ def patched_attention(patch):
 
 LLAMA = "transformers.models.llama.modeling_llama"
 FUNCTIONS = {
-    "modeling_llama.apply_rotary_pos_emb": lambda patch: patched(importlib.import_module(LLAMA), "apply_rotary_pos_emb")(patch),
-    "torch.nn.functional.scaled_dot_product_attention": patched(torch.nn.functional, "scaled_dot_product_attention"),
+    "modeling_llama.apply_rotary_pos_emb": patched(LLAMA, "apply_rotary_pos_emb"),
+    "torch.nn.functional.scaled_dot_product_attention": patched("torch.nn.functional", "scaled_dot_product_attention"),
     "attention.sdpa": patched_attention,
-    "LlamaMLP.forward": lambda patch: patched(importlib.import_module(LLAMA).LlamaMLP, "forward")(patch),
-    "GradientCheckpointingLayer.__call__": lambda patch: patched(
-        importlib.import_module(LLAMA).GradientCheckpointingLayer, "__call__"
-    )(patch),
-    "torch.Tensor.transpose": patched(torch.Tensor, "transpose"),
+    "GradientCheckpointingLayer.__call__": patched(f"{LLAMA}:GradientCheckpointingLayer", "__call__"),
+    "torch.Tensor.transpose": patched("torch:Tensor", "transpose"),
 }
 
 
@@ -141,9 +142,8 @@ def test_a_function_that_the_model_calls_by_name_is_named_when_it_was_replaced(m
     assert diagnosis.verdict != "HEALTHY"
 
 
-@pytest.mark.parametrize("path", ["model.layers.1.mlp", "model.layers.1.mlp.down_proj"])
-def test_what_is_put_around_the_call_of_one_module_is_named(path):
-    model = build("llama")
+def test_what_is_put_around_the_call_of_one_module_is_named():
+    model, path = build("llama"), "model.layers.1.mlp"
     module = model.get_submodule(path)
     module._call_impl = times(module._call_impl)
     diagnosis = found(model, "host", strict=True)

@@ -1,8 +1,4 @@
-"""One run of locate in every mode on a small model: what the diagnosis says of itself, field by field."""
-
-import platform
-from datetime import UTC, datetime, timedelta
-from importlib.metadata import version
+"""One run of locate in every mode on a small model: what the diagnosis says of its own cost and probes."""
 
 import pytest
 
@@ -12,11 +8,6 @@ from shaketable.locate.locate import Locator
 from tests.locate.architectures import build, tokens
 
 IDS = tokens(n=8)
-RUN = {
-    "host": {"weights", "repeat", "links", "replay", "batch", "decode"},
-    "device": {"repeat", "links", "twin", "causal"},
-}
-RUN["all"] = RUN["host"] | RUN["device"]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +17,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def found(model):
-    return {mode: st.locate(model, mode=mode, input_ids=IDS, seed=3) for mode in RUN}
+    return {mode: st.locate(model, mode=mode, input_ids=IDS, seed=3) for mode in ("host", "device", "all")}
 
 
 @pytest.mark.parametrize(("mode", "forwards"), [("host", 2 + 4), ("device", 2 + 1 + 1 + 2), ("all", 2 + 4 + 1 + 2)])
@@ -44,22 +35,6 @@ def test_a_probe_that_another_one_makes_needless_is_skipped_and_says_why(found):
     assert (result.status, result.reason) == ("skipped", "replay has judged this layer, and sees more")
     assert found["device"].probes[0].results["causal"].status == "pass"
     assert found["host"].probes[0].results["weights"].reason == "no file to compare with"
-
-
-def test_the_diagnosis_says_what_was_judged_with_what_and_when(found):
-    now = datetime.now(UTC)
-    for mode, diagnosis in found.items():
-        assert (diagnosis.model, diagnosis.model_class, diagnosis.num_layers) == ("LlamaForCausalLM", "LlamaForCausalLM", 3)
-        assert (diagnosis.dtype, diagnosis.attention, diagnosis.mode) == ("float32", "sdpa", mode)
-        assert (diagnosis.tokens, diagnosis.seed, diagnosis.strict) == (8, 3, False)
-        assert now - timedelta(hours=1) < datetime.fromisoformat(diagnosis.date) <= now
-        assert diagnosis.versions == {
-            "shaketable": st.__version__, "torch": version("torch"), "transformers": version("transformers"),
-            "python": platform.python_version(),
-        }  # fmt: skip
-        unread = ["the weights and the config against a file, as no source was given"]
-        assert diagnosis.believed == (unread if mode != "device" else [])
-        assert (diagnosis.notes, diagnosis.planted, diagnosis.foreign) == ([], None, [])
 
 
 def test_progress_is_told_layer_by_layer(model):

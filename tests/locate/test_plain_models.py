@@ -15,7 +15,7 @@ from shaketable.sites.structure import find_layers
 from tests.locate.plain_models import ARGUMENTS, LAYERS, MODELS, build, tokens
 
 pytestmark = pytest.mark.attack("models of one's own")
-LAYERED = [name for name in MODELS if name != "own_attention"]
+LAYERED = [name for name in MODELS if name != "numbered"]
 EVERY = pytest.mark.parametrize("name", LAYERED)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 ATEN = torch.ops.aten
@@ -51,7 +51,7 @@ def test_a_healthy_model_is_healthy_on_the_host_and_nobody_s_gauge_is_known(name
 
 
 def test_blocks_that_are_numbered_attributes_are_layers():
-    found = located(build("own_attention"), "own_attention")
+    found = located(build("numbered"), "numbered")
     assert (found.verdict, found.num_layers) == ("HEALTHY", LAYERS), found.sentence
 
 

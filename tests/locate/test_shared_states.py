@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import shaketable as st
-from shaketable.capture.reference import Reference
-from shaketable.capture.trace import trace
 from tests.locate.architectures import tokens
 
 pytestmark = pytest.mark.attack("layers that share states")
@@ -43,19 +41,6 @@ def test_a_healthy_model_is_healthy(name, dtype, mode):
     found = st.locate(build(name, dtype), mode=mode, input_ids=tokens())
     assert found.verdict == ("INCONCLUSIVE" if mode == "device" else "HEALTHY"), found.sentence
     assert not found.evidence and not found.suspicions
-
-
-@pytest.mark.parametrize("name", ["Gemma3nText", "Gemma4Text"])
-def test_a_layer_is_given_what_it_was_given_however_often_it_is_called(name):
-    model = build(name)
-    reference = Reference(model)
-    calls = trace(model, tokens(), reference).calls
-    held = [sorted(call.kwargs["shared_kv_states"]) for call in calls]
-    assert not held[0] and held[3], "the first layer is given nothing, and the last one what others wrote"
-    calls[0].again(calls[0].x * 3)
-    for call, before in zip(calls, held, strict=True):
-        assert torch.equal(call.again()[0] if isinstance(call.output, tuple) else call.again(), call.y)
-        assert sorted(call.kwargs["shared_kv_states"]) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

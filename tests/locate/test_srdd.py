@@ -41,14 +41,6 @@ def test_a_linear_layer_has_its_factor_as_gain(a, dtype):
     assert found.gain == pytest.approx(abs(a), rel=1e-9)
 
 
-def test_a_dead_zone_answers_nothing():
-    x = normal(1, 32, 64).clamp(-2, 2)
-    x[0, 0, 0] = 1000.0
-    found = measured(lambda v: v.masked_fill(v.abs() < 0.5 * v.abs().max(), 0), x)
-    assert found.gain < 0.1
-    assert found.min_gain == 0.0
-
-
 @pytest.mark.parametrize(("stuck", "expected"), [(1, 3.0), (4, 0.0)])
 def test_min_gain_sees_the_weakest_thousandth(stuck, expected):
     """Of 2000 channels one stuck is below the 0.001 quantile, four are not."""
@@ -82,13 +74,6 @@ def test_clamped_values_pile_up():
     outside = (y.abs() >= 1.5).double().mean().item()
     assert answers(y.clamp(-1.5, 1.5)).pile_up == pytest.approx(outside)
     assert answers(y.clamp(max=1.5)).pile_up == pytest.approx((y >= 1.5).double().mean().item() + 1 / y.numel())
-
-
-def test_distinct_values_are_counted():
-    y = torch.arange(1000.0).reshape(1, 10, 100)
-    assert answers(y).distinct == 1000
-    assert answers(y // 100).distinct == 10
-    assert answers(torch.where(y == 3, math.nan, y)).distinct == 999
 
 
 weird = st.one_of(st.floats(width=32), st.sampled_from([0.0, -0.0, math.inf, math.nan, 65504.0, 3.4e38, 1e-45, 1.0]))
