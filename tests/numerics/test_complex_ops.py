@@ -36,9 +36,7 @@ def test_a_complex_product_may_be_contracted_or_not(contracted):
     assert not found.violations and not found.unknown
 
 
-@pytest.mark.parametrize(
-    "wrong", [lambda y: y * (1 + 1e-5), lambda y: y.conj(), lambda y: y + 3e-6j, lambda y: y * float("nan")]
-)
+@pytest.mark.parametrize("wrong", [lambda y: y * (1 + 1e-5), lambda y: y.conj(), lambda y: y * float("nan")])
 @pytest.mark.parametrize(
     "function", [lambda a, b: a * b, lambda a, b: a.clone().mul_(b), lambda a, b: torch.polar(a.abs(), b.real)]
 )

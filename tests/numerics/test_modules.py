@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 from torch import nn
-from transformers.activations import ACT2FN, GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from shaketable.numerics.intervals import Precision
@@ -29,9 +27,9 @@ def filled(module, dtype):
     return module.to(dtype).eval()
 
 
-def outside(module, got, *args, leaf=None, **kwargs):
-    call = Call(None, args, kwargs, got.dtype, Precision(), lambda t: t.double())
-    leaf = leaf or leaf_of(module)
+def outside(module, got, *args):
+    call = Call(None, args, {}, got.dtype, Precision(), lambda t: t.double())
+    leaf = leaf_of(module)
     assert leaf is not None
     return leaf.allowed(call, lambda name: dict(module.named_parameters())[name].detach()).outside(got)
 
@@ -41,9 +39,7 @@ MODULES = {
     "Linear without bias": lambda: nn.Linear(32, 24, bias=False),
     "Conv1D": lambda: Conv1D(24, 32),
     "LlamaRMSNorm": lambda: LlamaRMSNorm(32, eps=1e-5),
-    "Qwen3RMSNorm": lambda: Qwen3RMSNorm(32, eps=1e-6),
     "GemmaRMSNorm": lambda: GemmaRMSNorm(32, eps=1e-6),
-    "Gemma2RMSNorm": lambda: Gemma2RMSNorm(32, eps=1e-6),
     "LayerNorm": lambda: nn.LayerNorm(32),
     "LayerNorm without bias": lambda: nn.LayerNorm(32, bias=False),
     "LayerNorm without weight": lambda: nn.LayerNorm(32, elementwise_affine=False),
@@ -92,12 +88,10 @@ def test_an_embedding_is_exact():
     ("right", "wrong"),
     [
         (lambda: LlamaRMSNorm(32, eps=1e-5), lambda: LlamaRMSNorm(32, eps=2e-1)),
-        (lambda: GemmaRMSNorm(32, eps=1e-6), lambda: GemmaRMSNorm(32, eps=2e-1)),
         (lambda: GemmaRMSNorm(32, eps=1e-6), lambda: LlamaRMSNorm(32, eps=1e-6)),
         (lambda: LlamaRMSNorm(32, eps=1e-6), lambda: GemmaRMSNorm(32, eps=1e-6)),
         (lambda: nn.LayerNorm(32, eps=1e-5), lambda: nn.LayerNorm(32, eps=2e-1)),
         (nn.SiLU, GELUActivation),
-        (GELUActivation, SiLUActivation),
         (GELUActivation, nn.ReLU),
     ],
 )
@@ -123,18 +117,6 @@ class RMSNorm(nn.Module):
         return self.weight * (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + self.eps)
 
 
-class NoEpsRMSNorm(RMSNorm):
-    """Right, but with an eps that nobody can read."""
-
-    def __init__(self, size, eps=1e-6):
-        super().__init__(size)
-        self.hidden = torch.tensor(eps)
-        del self.eps
-
-    def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.hidden)
-
-
 class GroupedRMSNorm(nn.Module):
     """A mean over groups of channels where it is given a size of them, as Qwen 4's, and over all where not."""
 
@@ -146,17 +128,6 @@ class GroupedRMSNorm(nn.Module):
     def forward(self, x):
         y = x.float().unflatten(-1, (-1, self.group or x.shape[-1]))
         return (self.weight.float() * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).flatten(-2)).type_as(x)
-
-
-class BiasedRMSNorm(LlamaRMSNorm):
-    """Has one parameter more, which is nothing as long as it is zero."""
-
-    def __init__(self, size, eps=1e-6):
-        super().__init__(size, eps)
-        self.bias = nn.Parameter(torch.zeros(size))
-
-    def forward(self, x):
-        return super().forward(x) + self.bias
 
 
 class TwiceRoundedRMSNorm(nn.Module):
@@ -180,10 +151,8 @@ class LoraLinear(nn.Linear):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: RMSNorm(8), lambda: NoEpsRMSNorm(8), lambda: GroupedRMSNorm(8, 4),
-        lambda: BiasedRMSNorm(8), TwiceRoundedRMSNorm, lambda: LoraLinear(8, 8), NewGELUActivation, nn.ReLU, nn.GELU, nn.Tanh,
-        lambda: GELUActivation(use_gelu_python=True), lambda: GELUTanh(use_gelu_tanh_python=True), lambda: ACT2FN["gelu_new"],
-        lambda: nn.Sequential(nn.Linear(2, 2)),
+        lambda: RMSNorm(8), lambda: GroupedRMSNorm(8, 4), TwiceRoundedRMSNorm, lambda: LoraLinear(8, 8), NewGELUActivation, nn.ReLU,
+        lambda: GELUActivation(use_gelu_python=True), lambda: nn.Sequential(nn.Linear(2, 2)),
     ],
 )  # fmt: skip
 def test_whatever_has_no_definition_is_looked_into(make):
