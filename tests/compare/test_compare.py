@@ -15,7 +15,6 @@ IDS = torch.arange(48)[None] * 7 % 64
 
 PLANTED = [
     ("relative_gaussian:0.05@module.mlp.down_proj,layers=2", 2, "mlp.down_proj", 0.06),
-    ("relative_gaussian:1e-4@module.self_attn.k_proj,layers=0", 0, "self_attn.k_proj", 0.06),
     ("absolute_gaussian:0.02@module.input_layernorm,layers=3", 3, "input_layernorm", 0.06),
     ("relative_gaussian:0.05@layer.1", 1, None, 0.06),
     ("relative_gaussian:0.05@module.embed_tokens,include=embedding", None, "model.embed_tokens", 0.06),
@@ -71,17 +70,6 @@ def test_the_circle_closes(good, tiny_llama, tmp_path, plan, layer, op, toleranc
     if layer is not None:
         wholes = [found.layers[layer].whole.relative for found in (first, second)]
         assert wholes[1] == pytest.approx(wholes[0], rel=0.1)
-
-
-def test_noise_of_the_engine_is_reproduced_to_a_few_percent(good, tiny_llama):
-    measured = Plan.from_data({"plan": ["relative_gaussian:0.05@module.linear"]})
-    first = under(measured, good, tiny_llama)
-    lines = [line.strip().removeprefix("- ").strip('"') for line in first.plan_text().splitlines() if line.startswith("  - ")]
-    second = under(";".join(lines), good, tiny_llama)
-    rows = [[r.difference.relative for r in found.rows if r.difference.differing] for found in (first, second)]
-    assert len(rows[0]) == len(rows[1]) == 28
-    sizes = [torch.tensor(r).square().mean().sqrt().item() for r in rows]
-    assert sizes[1] == pytest.approx(sizes[0], rel=0.03)
 
 
 def test_an_error_in_attention_is_found_where_it_arrives(good, tiny_llama):
@@ -155,19 +143,6 @@ def test_the_first_of_two_faults_is_named(good, tiny_llama):
     assert [layer.whole.differing > 0 for layer in found.layers] == [False, True, False, True]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_another_attention_kernel_is_explained_by_rounding(tiny_llama, dtype):
-    model = tiny_llama.to(dtype)
-    good = fingerprint(model, input_ids=IDS)
-    model.set_attn_implementation("eager")
-    found = compare(good, model)
-    assert found.exit_code == 0
-    differing = [(r.op, r.point) for r in found.rows if r.difference.differing]
-    assert set(differing) == {("self_attn.o_proj", "input")}
-    assert found.sentence.startswith("EXPLAINED")
-    assert any("attention is eager here and was sdpa" in note for note in found.notes)
-
-
 def test_an_error_of_the_size_of_rounding_is_seen_and_not_written(tiny_llama):
     model = tiny_llama.to(torch.bfloat16)
     good = fingerprint(model, input_ids=IDS)
@@ -200,7 +175,9 @@ def test_json_holds_every_layer_and_operator(good, tiny_llama):
 def test_what_the_dtype_explains_is_no_clause(dtype, there, here):
     """Another attention kernel differs, noise describes it best, and it is no error to train against."""
     found = compare(fingerprint(build("llama", dtype, there), input_ids=tokens(n=64)), build("llama", dtype, here))
-    assert found.sentence.startswith("EXPLAINED")
+    assert found.exit_code == 0 and found.sentence.startswith("EXPLAINED")
+    assert {(r.op, r.point) for r in found.rows if r.difference.differing} == {("self_attn.o_proj", "input")}
+    assert any(f"attention is {here} here and was {there}" in note for note in found.notes)
     assert any(row.fit is not None and row.fit.fault is not None for row in found.rows)
     assert found.plan_text() is None
     assert found.to_dict()["plan"] == []

@@ -54,21 +54,6 @@ def test_a_file_gives_back_what_was_made(made, path):
     assert all(torch.equal(read.tensors[name], made.tensors[name]) for name in made.tensors)
 
 
-def test_a_file_has_the_rights_of_any_new_file(path, tmp_path):
-    (tmp_path / "plain").touch()
-    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["good.safetensors", "plain"]
-
-
-def test_metadata_says_what_was_run_and_on_what(made):
-    about = made.about
-    assert (about.model, about.model_class, about.num_layers, about.hidden_size) == ("tiny", "LlamaForCausalLM", 4, 32)
-    assert (about.dtype, about.device, about.attention, about.tokens) == ("float32", "cpu", "sdpa", 24)
-    assert about.prompts == ["a", "b"]
-    assert about.versions["torch"] == str(torch.__version__)
-    assert set(about.switches) == {"float32_matmul_precision", "cuda_tf32"}
-
-
 def test_every_operator_s_input_and_output_is_there(made, tiny_llama):
     assert made.about.layers[2][:5] == ["input_layernorm", *(f"self_attn.{n}_proj" for n in "qkvo")]
     assert (made.about.before, made.about.after) == (["model.embed_tokens"], ["model.norm", "lm_head"])
@@ -89,13 +74,7 @@ def test_a_tensor_with_several_names_is_stored_once(made):
     assert made.tensor("layer.1.input") is made.tensor("layer.0.output")
 
 
-def test_operators_inside_of_stacked_experts_are_left_out():
-    made = fingerprint(build("qwen2_moe"), input_ids=tokens())
-    assert "mlp.shared_expert.act_fn" in made.about.layers[0]
-    assert not any("mlp.experts" in label for label in made.about.layers[0])
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.999])
 def test_a_truncated_file_is_refused(path, share):
     raw = path.read_bytes()
     path.write_bytes(raw[: int(len(raw) * share)])
@@ -103,19 +82,10 @@ def test_a_truncated_file_is_refused(path, share):
         read_fingerprint(path)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.9999])
-def test_a_flipped_byte_is_refused(path, share):
-    raw = bytearray(path.read_bytes())
-    raw[int(len(raw) * share)] ^= 0x40
-    path.write_bytes(raw)
-    with pytest.raises(FingerprintError, match="damaged"):
-        read_fingerprint(path)
-
-
-def test_a_flipped_bit_anywhere_in_the_head_is_refused(path):
+def test_a_flipped_bit_anywhere_is_refused(path):
     raw = path.read_bytes()
     (size,) = struct.unpack("<Q", raw[:8])
-    for at in range(0, 8 + size, 97):
+    for at in (*range(0, 8 + size, 97), (8 + size + len(raw)) // 2, len(raw) - 1):
         broken = bytearray(raw)
         broken[at] ^= 0x01
         path.write_bytes(broken)

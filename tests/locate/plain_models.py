@@ -326,35 +326,6 @@ class Experts(nn.Module):
         return Answer(self.output(self.norm(h)), states)
 
 
-# ---- recurrence
-
-
-class LSTMBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.norm = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.LayerNorm(WIDTH)
-
-    def forward(self, x, state=None):
-        y, state = self.lstm(x, state)
-        return self.norm(x + y), state
-
-
-class LSTMStack(nn.Module):
-    """One LSTM per block; logits and the states come back, which are wider than the vocabulary is not."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.rnns = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([LSTMBlock() for _ in range(LAYERS)])
-        self.decoder = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input, hidden=None):
-        x, states = self.encoder(input), []
-        for i, rnn in enumerate(self.rnns):
-            x, state = rnn(x, None if hidden is None else hidden[i])
-            states.append(state)
-        return self.decoder(x), states
-
-
 MODELS = {
     "nanogpt": NanoGPT,
     "nanogpt_manual": lambda: NanoGPT(flash=False, bias=True),
@@ -363,7 +334,6 @@ MODELS = {
     "encoder_seq_first": lambda: Encoder(batch_first=False),
     "numbered": Numbered,
     "experts": Experts,
-    "lstm_stack": LSTMStack,
 }
 ARGUMENTS = {"reference_llama": {"start_pos": 0}}
 """What a model is given besides tokens."""

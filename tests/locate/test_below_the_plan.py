@@ -10,12 +10,13 @@ import types
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shaketable as st
 from tests.locate.architectures import build, tokens
+from tests.locate.wrong_device import Wrong
 
 pytestmark = pytest.mark.attack("faults below the plan language")
+ATEN = torch.ops.aten
 LEAVES = {
     "llama": "model.layers.1.mlp.down_proj",
     "gemma3": "model.layers.1.self_attn.v_proj",
@@ -84,42 +85,20 @@ CHANGES = [
 CHANGED = pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 
 
-class WrongProduct(TorchDispatchMode):
-    """The device's product with one weight is wrong, at every n-th time."""
-
-    def __init__(self, weight, change, every=1):
-        super().__init__()
-        self.weight, self.change, self.every, self.calls = weight.data_ptr(), change, every, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and any(a.data_ptr() == self.weight for a in args):
-            self.calls += 1
-            return self.change(result) if self.calls % self.every == 0 else result
-        return result
+def wrong_product(weight, change):
+    """A device whose product with one weight is wrong."""
+    place = weight.data_ptr()
+    return Wrong((ATEN.mm, ATEN.addmm), lambda y, args: change(y), lambda args: any(a.data_ptr() == place for a in args))
 
 
 @EVERYWHERE
 @CHANGED
 def test_a_dispatch_mode_with_a_wrong_product_is_found(name, change):
     model = build(name)
-    with WrongProduct(model.get_submodule(LEAVES[name]).weight, change):
+    with wrong_product(model.get_submodule(LEAVES[name]).weight, change):
         assert_found(found(model), LEAVES[name])
 
 
-class WrongFunction(TorchDispatchMode):
-    """One function of the device is wrong, for whoever calls it."""
-
-    def __init__(self, wrong):
-        super().__init__()
-        self.wrong = wrong
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        return first_louder(result) if func.overloadpacket == self.wrong else result
-
-
-ATEN = torch.ops.aten
 FUNCTIONS = [
     ("llama", ATEN.silu, "mlp.act_fn"),
     ("llama", ATEN.rsqrt, "input_layernorm"),
@@ -134,7 +113,7 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize(("name", "wrong", "op"), FUNCTIONS, ids=[f"{n}-{o}" for n, _, o in FUNCTIONS])
 def test_a_function_that_the_device_computes_wrongly_is_found(name, wrong, op):
-    with WrongFunction(wrong):
+    with Wrong(wrong, lambda y, args: first_louder(y)):
         diagnosis = found(build(name, attention="eager" if name == "gemma2" else "sdpa"))
     assert (diagnosis.verdict, diagnosis.layer) == ("FAULT", 0), diagnosis.sentence
     assert diagnosis.op.startswith(op), diagnosis.sentence
@@ -253,7 +232,7 @@ def test_a_product_that_is_wrong_once_in_the_calls_that_are_judged_spoils_health
         calls.append(1)
         return louder(y) if len(calls) == call else y
 
-    with WrongProduct(model.get_submodule(LEAVES[name]).weight, once):
+    with wrong_product(model.get_submodule(LEAVES[name]).weight, once):
         assert found(model).verdict != "HEALTHY"
 
 
@@ -265,5 +244,5 @@ def test_a_product_that_is_wrong_at_random_spoils_healthy(name, share):
     def sometimes(y):
         return torch.where(torch.rand(y.shape[:-1], generator=chance)[..., None] < share, y * 1.05, y)
 
-    with WrongProduct(model.get_submodule(LEAVES[name]).weight, sometimes):
+    with wrong_product(model.get_submodule(LEAVES[name]).weight, sometimes):
         assert_found(found(model, "all"), LEAVES[name])

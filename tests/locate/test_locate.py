@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from shaketable.errors import InertError, ModelError, ShaketableError
 from shaketable.locate.diagnosis import PROBES
 from shaketable.numerics import operators as operator_rounding
 from tests.locate.architectures import ARCHITECTURES, UNWIRED, build, tokens
+from tests.locate.wrong_device import Wrong
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MATRIX = [
@@ -80,22 +82,15 @@ def test_a_fault_of_the_layer_itself_has_no_op():
     assert diagnosis.fault_class == "saturation"
 
 
-def every_second_sum(first, change=lambda y: y * 1.01):
-    """A mode that makes every second residual addition wrong, from the first or from the second on."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+def every_second_sum(first):
+    """A device that makes every second residual addition wrong, from the first or from the second on."""
+    number = itertools.count(first + 1)
 
-    class Mode(TorchDispatchMode):
-        count = first
+    def is_wrong(args):
+        is_residual = [a.shape for a in args[:2] if isinstance(a, torch.Tensor)] == [(1, 24, 32)] * 2
+        return is_residual and next(number) % 2
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            shapes = [a.shape for a in args[:2] if isinstance(a, torch.Tensor)]
-            if "add.Tensor" not in str(func) or shapes != [(1, 24, 32)] * 2:
-                return result
-            self.count += 1
-            return change(result) if self.count % 2 else result
-
-    return Mode()
+    return Wrong(torch.ops.aten.add, lambda y, args: y * 1.01, is_wrong)
 
 
 RESIDUALS = {"llama": ("self_attn", "mlp"), "gemma2": ("post_attention_layernorm", "post_feedforward_layernorm")}

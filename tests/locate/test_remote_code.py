@@ -31,7 +31,7 @@ def test_a_model_that_has_been_used_is_not_called_faulty():
 
 def test_a_channel_that_is_wrong_is_found_in_its_linear():
     model = build()
-    linear = model.layers[1].down_proj
+    linear = model.layers[1].mlp.w2
     own = linear.forward
 
     def wrong(x):
@@ -41,4 +41,4 @@ def test_a_channel_that_is_wrong_is_found_in_its_linear():
 
     linear.forward = wrong
     found = st.locate(model, mode="host", input_ids=IDS)
-    assert (found.verdict, found.layer, found.op, found.lanes) == ("FAULT", 1, "down_proj", [1]), found.sentence
+    assert (found.verdict, found.layer, found.op, found.lanes) == ("FAULT", 1, "mlp.w2", [1]), found.sentence

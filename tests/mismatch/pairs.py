@@ -34,30 +34,24 @@ class RememberingTrainer(Trainer):
 
     def logits(self, rollouts, mode=None):
         how = None if mode is None else (mode.unit, mode.seed)
-        return iter(
-            _remembered(
-                self, ("logits", how, _key(rollouts)), lambda: list(super(RememberingTrainer, self).logits(rollouts, mode))
-            )
-        )
+        return iter(_remembered(self, ("logits", how, _key(rollouts)), lambda: list(Trainer.logits(self, rollouts, mode))))
 
     def logprobs(self, rollouts, variant=None):
-        return _remembered(self, (variant, _key(rollouts)), lambda: super(RememberingTrainer, self).logprobs(rollouts, variant))
+        return _remembered(self, (variant, _key(rollouts)), lambda: Trainer.logprobs(self, rollouts, variant))
 
 
 class RememberingEngine(HFEngine):
     """An engine that computes the same tokens once."""
 
     def logits(self, rollouts):
-        return iter(
-            _remembered(self, ("logits", _key(rollouts)), lambda: list(super(RememberingEngine, self).logits(rollouts)))
-        )
+        return iter(_remembered(self, ("logits", _key(rollouts)), lambda: list(HFEngine.logits(self, rollouts))))
 
     def logprobs(self, rollouts, variant=None):
-        return _remembered(self, (variant, _key(rollouts)), lambda: super(RememberingEngine, self).logprobs(rollouts, variant))
+        return _remembered(self, (variant, _key(rollouts)), lambda: HFEngine.logprobs(self, rollouts, variant))
 
     def record(self, rollouts, phase, rows=None):
         key = ("record", phase, None if rows is None else tuple(rows), _key(rollouts))
-        return _remembered(self, key, lambda: super(RememberingEngine, self).record(rollouts, phase, rows))
+        return _remembered(self, key, lambda: HFEngine.record(self, rollouts, phase, rows))
 
 
 def _remembered(owner: Any, key: Any, make: Callable[[], Any]) -> Any:

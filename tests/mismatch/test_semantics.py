@@ -43,11 +43,6 @@ def test_what_was_declared_is_not_named(mode):
         ),
         ({"logprobs_mode": "processed", "top_p": 0.9}, {}, "top_p=0.9"),
         ({"logprobs_mode": "processed", "temperature": 1.37}, {}, "temperature 1.37"),
-        (
-            {"logprobs_mode": "processed", "repetition_penalty": 1.3},
-            {"repetition_penalty": 1.3},
-            "processed log-probabilities",
-        ),
     ],
 )
 def test_sampling_that_is_not_what_was_declared_is_named(drawn, declared, name):

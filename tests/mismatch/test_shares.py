@@ -56,12 +56,6 @@ def test_known_strengths_on_two_families_are_recovered():
     assert found.together == pytest.approx(together / sum(alone.values()), rel=0.05)
 
 
-def test_decoding_gives_the_gap_back_too():
-    other = pairs.engine(torch.bfloat16)
-    found = measured(other.model, pairs.rollouts(other, count=2), ("prefill", "decode"))
-    assert found.explained > 0.5
-
-
 def test_logits_in_a_wider_dtype_are_a_difference_of_the_head():
     other = pairs.engine(torch.bfloat16)
     head = other.model.lm_head

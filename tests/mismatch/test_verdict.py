@@ -17,7 +17,3 @@ def test_what_to_fix_first_is_said_only_of_a_family_whose_interval_is_clear_of_t
     assert said.startswith(f"Of the KL: lm_head 56% ({low:.0%} to 64%), linear 30% (20% to 40%).")
     assert ("First fix: compute lm_head in float32 on both sides." in said) == is_told
     assert ("is not certain: the interval of lm_head overlaps that of linear" in said) != is_told
-
-
-def test_a_family_without_advice_of_its_own_gets_the_general_one():
-    assert "First fix: compute rms_norm in the same dtype and order on both sides." in causes(shares(0.5, "rms_norm"))

@@ -12,9 +12,9 @@ SQUARE = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
 OTHER = torch.randn(48, 32, generator=torch.Generator().manual_seed(2))
 
 
-def kind_of(got, own=WEIGHT, dtype=torch.float32, earlier=None):
+def kind_of(got, own=WEIGHT, dtype=torch.float32):
     trainer = {"w": own, "other": OTHER}
-    found = compare(trainer, [("w", got), ("other", OTHER.to(dtype))], dtype, earlier).differing
+    found = compare(trainer, [("w", got), ("other", OTHER.to(dtype))], dtype).differing
     return found[0].kind if found else None
 
 
@@ -35,13 +35,13 @@ def swapped(w):
         (WEIGHT.clone(), None),
         (WEIGHT.T.contiguous(), "transposed"),
         (swapped(WEIGHT), "permuted"),
-        (WEIGHT[0], "shape"),
         (OTHER.clone(), "other_parameter"),
         (WEIGHT.bfloat16().float(), "cast"),
         (WEIGHT.to(torch.float8_e4m3fn).float(), "cast"),
         (quantized(WEIGHT), "quantized"),
         (WEIGHT * 1.5, "scaled"),
         (WEIGHT + 0.01 * OTHER, "stale"),
+        (WEIGHT * (1 + 5e-6), "stale"),
         (OTHER * 3 + 1, "other_values"),
         (WEIGHT[:-1], "shape"),
     ],
@@ -50,17 +50,9 @@ def test_kind(got, kind):
     assert kind_of(got) == kind
 
 
-def test_a_square_one_is_seen_transposed():
-    assert kind_of(SQUARE.T.contiguous(), SQUARE) == "transposed"
-
-
 def test_an_engine_may_hold_all_weights_in_its_own_dtype():
     assert kind_of(WEIGHT.bfloat16(), dtype=torch.bfloat16) is None
     assert kind_of(WEIGHT.to(torch.float8_e4m3fn).bfloat16(), dtype=torch.bfloat16) == "cast"
-
-
-def test_a_parameter_of_higher_precision_than_the_engine_computes_in_is_no_difference():
-    assert kind_of(WEIGHT.clone(), dtype=torch.bfloat16) is None
 
 
 def test_an_engine_that_holds_more_bits_than_the_trainer_was_not_synced_from_it():
@@ -76,7 +68,6 @@ def test_float16_and_bfloat16_of_one_source_are_no_difference_and_another_step_i
 @pytest.mark.parametrize(
     ("name", "largest", "group", "says"),
     [
-        ("int8", 127, 48 * 32, "the whole"),
         ("int8", 127, 32, "each row"),
         ("int4", 7, 64, "each 64 values"),
         ("float8_e4m3fn", 448, 48 * 32, "the whole"),
@@ -109,10 +100,6 @@ def test_one_row_that_is_scaled_is_named_as_one_row():
     assert (found.kind, found.says) == ("scaled", "has one row that is not the trainer's: row 7 is multiplied by 1.5")
 
 
-def test_a_small_step_of_training_is_no_multiplication_by_1():
-    assert kind_of(WEIGHT * (1 + 5e-6)) == "stale"
-
-
 def test_two_experts_that_were_swapped():
     experts = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(3))
     found = compare({"w": experts}, [("w", experts[[0, 2, 1, 3]])], torch.float32).differing[0]
@@ -131,27 +118,20 @@ def test_an_earlier_checkpoint_is_named():
     assert (found.kind, found.says) == ("earlier", "is that of step-40")
 
 
-def test_what_the_engine_does_not_tell_is_listed():
-    found = compare({"w": WEIGHT, "other": OTHER}, [("w", WEIGHT), ("strange", OTHER)], torch.float32)
+def test_what_the_engine_does_not_tell_is_listed_but_for_tied_parameters():
+    own = {"w": WEIGHT, "tied to w": WEIGHT, "other": OTHER}
+    found = compare(own, [("w", WEIGHT), ("strange", OTHER)], torch.float32)
     assert (found.missing, found.unknown) == (["other"], ["strange"])
-
-
-def test_a_tied_parameter_need_not_be_told_twice():
-    found = compare({"w": WEIGHT, "lm_head": WEIGHT}, [("w", WEIGHT)], torch.float32)
-    assert found.missing == []
 
 
 def held(weight):
     return str(weight.dtype).removeprefix("torch."), digest(weight)
 
 
-def unlike(own, dtype, digested):
-    found = DigestComparison({"w": digested}, dtype)
+def unlike(own, dtype, engine):
+    found = DigestComparison({"w": held(engine)}, dtype)
     found.add("w", own)
     return bool(found.differing)
-
-
-ZEROS = torch.tensor([[0.0, -0.0, 1.0]])
 
 
 @pytest.mark.parametrize(
@@ -159,24 +139,22 @@ ZEROS = torch.tensor([[0.0, -0.0, 1.0]])
     [
         (WEIGHT.clone(), torch.float32, False),
         (WEIGHT.bfloat16(), torch.bfloat16, False),
-        (WEIGHT.bfloat16().float(), torch.bfloat16, False),
         (WEIGHT.clone(), torch.bfloat16, False),
-        (WEIGHT.bfloat16(), torch.float32, False),
         (WEIGHT.nextafter(torch.tensor(9.0)), torch.float32, True),
         (WEIGHT.half(), torch.bfloat16, True),
         (swapped(WEIGHT), torch.float32, True),
     ],
 )
 def test_digests_say_what_a_comparison_of_all_values_says(got, dtype, is_unlike):
-    assert unlike(WEIGHT, dtype, held(got)) == is_unlike
+    assert unlike(WEIGHT, dtype, got) == is_unlike
     assert is_unlike == (kind_of(got, dtype=dtype) is not None)
 
 
 def test_the_sign_of_a_zero_is_no_difference_and_one_bit_is():
-    assert not unlike(ZEROS, torch.float32, held(-ZEROS * torch.tensor([1.0, 1.0, -1.0])))
+    assert not unlike(torch.tensor([[0.0, -0.0, 1.0]]), torch.float32, torch.tensor([[-0.0, 0.0, 1.0]]))
     one = WEIGHT.clone()
     one.view(torch.int32)[17, 3] ^= 1
-    assert unlike(WEIGHT, torch.float32, held(one))
+    assert unlike(WEIGHT, torch.float32, one)
 
 
 def test_only_what_both_sides_have_counts_as_compared():
