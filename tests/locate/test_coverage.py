@@ -54,18 +54,13 @@ def test_every_row_of_a_large_head_is_judged(dtype):
 @pytest.mark.parametrize("leaf", ["self_attn.q_proj", "mlp.down_proj"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_two_swapped_channels_are_found_in_any_row(dtype, leaf):
-    model = long(dtype)
     pairs = torch.randperm(32, generator=torch.Generator().manual_seed(0)).view(-1, 2).tolist()
     for row, (a, b) in zip(range(1, LENGTH, 32), pairs, strict=False):
 
         def swap(y, at=row, pair=(a, b)):
             y[:, at, list(pair)] = y[:, at, list(reversed(pair))]
 
-        hook = (
-            model.model.layers[1].get_submodule(leaf).register_forward_hook(lambda m, x, y, s=swap: (y := y.clone(), s(y))[0])
-        )
-        found = judged(model)
-        hook.remove()
+        found = judged(with_fault(long(dtype), f"model.layers.1.{leaf}", swap))
         assert (found.layer, found.op) == (1, leaf), (row, a, b, found.sentence)
         assert {example["token"] for example in found.evidence[0].examples} == {row}
 

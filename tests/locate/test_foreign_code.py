@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import types
 
 import numpy as np
@@ -97,16 +96,10 @@ def times(own, by=1.5):
     return wrapped
 
 
-def patched(place, name):
-    """A function that replaces one in a module, or in a class of it."""
+def patched_rotation(patch):
+    from transformers.models.llama import modeling_llama
 
-    def patch_it(patch):
-        module, _, kind = place.partition(":")
-        owner = importlib.import_module(module)
-        owner = getattr(owner, kind) if kind else owner
-        patch.setattr(owner, name, times(getattr(owner, name)))
-
-    return patch_it
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", times(modeling_llama.apply_rotary_pos_emb))
 
 
 def patched_attention(patch):
@@ -115,13 +108,17 @@ def patched_attention(patch):
     patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", times(ALL_ATTENTION_FUNCTIONS["sdpa"]))
 
 
-LLAMA = "transformers.models.llama.modeling_llama"
+def patched_call(patch):
+    from transformers.models.llama.modeling_llama import GradientCheckpointingLayer
+
+    patch.setattr(GradientCheckpointingLayer, "__call__", times(GradientCheckpointingLayer.__call__))
+
+
 FUNCTIONS = {
-    "modeling_llama.apply_rotary_pos_emb": patched(LLAMA, "apply_rotary_pos_emb"),
-    "torch.nn.functional.scaled_dot_product_attention": patched("torch.nn.functional", "scaled_dot_product_attention"),
+    "modeling_llama.apply_rotary_pos_emb": patched_rotation,
     "attention.sdpa": patched_attention,
-    "GradientCheckpointingLayer.__call__": patched(f"{LLAMA}:GradientCheckpointingLayer", "__call__"),
-    "torch.Tensor.transpose": patched("torch:Tensor", "transpose"),
+    "GradientCheckpointingLayer.__call__": patched_call,
+    "torch.Tensor.transpose": lambda patch: patch.setattr(torch.Tensor, "transpose", times(torch.Tensor.transpose)),
 }
 
 

@@ -116,25 +116,6 @@ def test_faults_outside_of_the_layers_are_named_too():
     assert (first.layer, first.op) == (None, "model.embed_tokens")
 
 
-def test_lanes_are_named():
-    model = build("llama")
-    lanes = [3, 17]
-
-    def broken(module, args, y):
-        y = y.clone()
-        y[..., lanes] = 0
-        return y
-
-    hook = model.model.layers[1].mlp.down_proj.register_forward_hook(broken)
-    diagnosis = found(model, "host")
-    hook.remove()
-    assert (diagnosis.op, diagnosis.lanes, diagnosis.lanes_of) == ("mlp.down_proj", lanes, 32)
-    assert diagnosis.fault_class == "dead_zone"
-    example = diagnosis.evidence[0].examples[0]
-    assert example["channel"] in lanes
-    assert example["got"] == 0
-
-
 @pytest.mark.parametrize("plan", ["noise:0.1", "spike:50,rate=0.05"])
 @pytest.mark.parametrize("mode", ["device", "host", "all"])
 def test_results_that_change_from_call_to_call_are_found_in_every_mode(plan, mode):
