@@ -121,15 +121,6 @@ def test_law_4_noise_is_never_saved(tmp_path, noise):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.policy.modules()), "and nothing is left on the model"
 
 
-@pytest.mark.slow
-def test_sampler_and_trainer_agree_without_noise_at_any_temperature(clean, tmp_path):
-    cold = trained(tmp_path / "run", temperature=0.7)
-    for run in (clean, cold):
-        for event in run.record.events("step"):
-            assert 0 <= event["kl_sampler_trainer"] < 1e-9
-            assert event["ratio_max"] == pytest.approx(1, abs=1e-3)
-
-
 def test_a_plan_that_never_fires_in_the_first_step_ends_the_run_there(tmp_path):
     training = prepared(tmp_path / "run", plan=f"{NOISE},direction=backward", plan_in="rollout")
     with pytest.raises(InertError, match="never fired in the first step"):

@@ -11,7 +11,6 @@ from shaketable.evaluate.tasks import Problem, TextTask, sample
     [
         ("a.txt", "one\ntwo \nthree\n\n", ["one", "two", "three"]),
         ("b.txt", "\none\nstill one\n \n\ntwo\n", ["one still one", "two"]),
-        ("c.txt", "one\r\ntwo\r\n", ["one", "two"]),
         ("d.jsonl", '{"text": "one\\n\\nstill one"}\n\n{"text": " two "}\n', ["one\n\nstill one", "two"]),
     ],
 )

@@ -9,7 +9,6 @@ from shaketable.study.store import described
 from tests.study.small_studies import data, study
 
 TWO, THREE, FOUR = study(), study(seeds=3), study(seeds=4)
-LATE = "after the first run had ended: seeds; read the primary comparison as exploratory"
 
 
 def written(folder, monkeypatch, *versions):
@@ -23,13 +22,6 @@ def written(folder, monkeypatch, *versions):
 
 def ended(when, name="x"):
     return [Run(name, "train", "arm", 0, "done", {}, [{"event": "finished", "time": float(when)}])]
-
-
-def test_a_version_that_came_after_the_results_is_told_with_its_time(tmp_path, monkeypatch):
-    written(tmp_path, monkeypatch, (TWO, 60, False), (THREE, 86400 + 7260, True))
-    assert changes(TWO, tmp_path, ended(100)) == (True, [])
-    assert changes(THREE, tmp_path, ended(100)) == (False, [f"changed on 1970-01-02 at 02:01 UTC, {LATE}"])
-    assert changes(FOUR, tmp_path, ended(100)) == (False, [f"changed in this report only, {LATE}"])
 
 
 @pytest.mark.parametrize(
