@@ -13,7 +13,9 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-TESTS = ("tests/npu/on_npu.py", "tests/train/test_run_on_accelerator.py")
+TRAINING = "tests/train/test_run_on_accelerator.py"
+CUDA_ALONE = f"--deselect={TRAINING}::test_memory_of_the_loss_is_that_of_a_micro_batch"
+TESTS = ("tests/npu/on_npu.py", TRAINING, CUDA_ALONE)
 PROGRAM = "import os, pytest, sys; os._exit(pytest.main(sys.argv[1:]))"
 """Without Python's own end: there torch's thread for the device's gradients may find the interpreter gone."""
 

@@ -289,6 +289,8 @@ def _in_words(value: Any) -> str:
         return "missing"
     if isinstance(value, _FUNCTIONS):
         return str(getattr(value, "__name__", value))
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
     return f"{value:g}" if isinstance(value, float) else repr(value)
 
 

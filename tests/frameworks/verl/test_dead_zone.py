@@ -47,7 +47,9 @@ def test_the_dead_zone_is_in_both_and_not_in_the_reference(run):
         (site,) = merged[role]["sites"]
         assert list(site["spots"]) == ["model.layers.3"]
         assert 0.1 < site["changed_fraction"] < 0.5, "half of the channels are broken"
-    assert run.steps[0]["actor/kl_loss"] > 1e-5
+    losses = [step["actor/kl_loss"] for step in run.steps]
+    assert min(losses) > 0
+    assert max(losses) > 1e-5, "a step whose answers the model is sure of has next to none"
     assert sorted(report["role"] for report in read_reports(run.folder / "ledger")) == ["actor", "sampler"]
 
 
