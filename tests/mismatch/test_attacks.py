@@ -195,7 +195,10 @@ UNDECLARED: dict[str, tuple[dict[str, Any], str]] = {
     "top_p": ({"top_p": 0.7}, "top_p"),
     "top_k": ({"top_k": 3}, "top_k"),
     "penalty": ({"repetition_penalty": 1.5}, ""),
+    "temperature and top_p": ({"temperature": 0.6, "top_p": 0.8}, "divided by 0.6"),
 }
+
+
 BELOW: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 1.02}, ""),
     ({"repetition_penalty": 1.05}, ""),
@@ -318,6 +321,12 @@ def test_a_fault_that_passes_is_never_legal():
     engine = HFEngine(other.model, HFArguments(batch=1))
     found = verdict(engine, engine.sample(prompts(), how()), recorded=1)
     assert found.verdict != "LEGAL" and "repeats most others exactly" in found.sentence, found.sentence
+
+
+def test_an_engine_that_depends_on_its_batch_is_a_defect():
+    other = pairs.engine(plant=unmasked)
+    found = verdict(other, other.sample(prompts(), how()))
+    assert found.verdict == "DEFECT"
 
 
 def test_a_missing_layer_is_named():

@@ -201,7 +201,9 @@ class Reference:
             full = ".".join(p for p in (prefix, path) if p)
             for name, text, is_close in self._unlike(part, full):
                 if self._wrong_at_first is None or (full, name) in self._wrong_at_first:
-                    is_number = isinstance(getattr(part, name, None), float | Tensor)
+                    value, given = (getattr(one, name, None) for one in (part, self.skeleton.get_submodule(full)))
+                    # A tensor in the place of None is a state that a forward keeps.
+                    is_number = isinstance(value, float) or (isinstance(value, Tensor) and given is not None)
                     may_be_right = is_close or self._may_be_right(part, name)
                     status = "wrong" if not may_be_right else "own" if is_number else "unchecked"
                     yield ConfigDeviation(path, name, text, status)  # type: ignore[arg-type]
