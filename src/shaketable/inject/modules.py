@@ -187,33 +187,30 @@ class ModuleTaps(Hook):
         return [module.register_forward_hook(self, with_kwargs=True)]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
+        frame = None
         if torch.compiler.is_compiling():
             if not op.is_present(self.taps[0].handle):
                 return None
-        elif not self.injection.enabled:
-            return None
-        return self._on_output(args, kwargs, output[0]) if output else self._on_input(args, kwargs)
+        else:
+            frame = self.injection.frame(self.entry, args, kwargs)
+            if frame is None:
+                return None
+        return self._on_output(frame, output[0]) if output else self._on_input(frame, args, kwargs)
 
-    def _on_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        frame = self._frame(args, kwargs)
+    def _on_input(self, frame: Frame | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, found = change_input(args, kwargs, lambda x: self._touch(x, frame))
         if not found:
             raise PlanError(f"{self.taps[0].site.label}: {self.taps[0].name} was called without a tensor to change")
         return args, kwargs
 
-    def _on_output(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        frame = self._frame(args, kwargs)
+    def _on_output(self, frame: Frame | None, output: Any) -> Any:
         output, found = change_first(output, lambda x: self._touch(x, frame))
         if not found:
             raise PlanError(f"{self.taps[0].site.label}: {self.taps[0].name} returned no tensor to change")
         return output
 
-    def _frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
-        if torch.compiler.is_compiling():
-            return None
-        return self.injection.frame(self.entry, args, kwargs)
-
     def _touch(self, x: Tensor, frame: Frame | None) -> Tensor:
+        """The tensor with the faults of all taps; without a frame, in a graph that is being traced."""
         if self.multiplies and (frame is None or any(frame.current.acts_on(tap) for tap in self.taps)):
             x = as_multiplied(x)
         for tap in self.taps:

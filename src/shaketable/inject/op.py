@@ -168,7 +168,7 @@ class Tap:
 # ---- the operator
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Application:
     """One application of a fault: its tap, its pass, and the index of this use of the tap in the pass."""
 

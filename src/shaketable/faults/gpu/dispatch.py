@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shaketable.faults.gpu.tiling import flat, segments
+from shaketable.faults.gpu.tiling import one_row, segments
 from shaketable.faults.rng import signed
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def name(device: str) -> str | None:
     return "triton" if device == "cuda" and _kernels() is not None else None
 
 
+@functools.cache
 def interpreting() -> bool:
     """Whether Triton runs its kernels in Python, on tensors of the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -239,7 +240,7 @@ def clipped(x: Tensor, kind: str, magnitude: float, scope: str, block: int, g: T
     if not fits(x) or not (g is None or (fits(g) and g.shape == x.shape)):
         return None
     length = min(block, x.shape[-1]) if scope == "block" and x.dim() else None
-    parts = flat(x) if scope in ("absolute", "tensor") else segments(x, length)
+    parts = one_row(x.numel()) if scope in ("absolute", "tensor") else segments(x, length)
     if parts.padded > LARGEST:
         return None
     from shaketable.faults.gpu.kernels.clipping import clip
@@ -267,7 +268,7 @@ def coded(x: Tensor, kind: str, scope: str, key: int | None) -> Tensor | None:
     if not fits(x):
         return None
     code, block = _FORMATS[kind]
-    parts = flat(x) if scope in ("none", "tensor") else segments(x, block if scope == "block" else None)
+    parts = one_row(x.numel()) if scope in ("none", "tensor") else segments(x, block if scope == "block" else None)
     if parts.padded > LARGEST:
         return None
     from shaketable.faults.gpu.kernels.formats import quantize
@@ -323,7 +324,7 @@ class Launcher:
             self._run, how = run, ()
         self._head, self._constants = (compiled.function, *how, *words), constants
 
-    def __call__(self, programs: int, stream: int, values: tuple[Any, ...]) -> None:
+    def __call__(self, programs: int, stream: int, values: list[Any]) -> None:
         """Launch on a stream of the current device. Tensors are given by their addresses."""
         self._run(programs, 1, 1, stream, *self._head, *values, *self._constants)
 
@@ -332,31 +333,25 @@ _launchers: dict[Any, Launcher] = {}
 
 
 def launch(kernel: Any, programs: int, values: tuple[Any, ...], shape: dict[str, Any], warps: int = WARPS, **more: Any) -> None:
-    """Launch any kernel: through Triton the first time, then directly, where nothing that Triton looks at is another."""
+    """Launch any kernel: through Triton the first time, then directly.
+
+    Of its values Triton looks at the type and the alignment of tensors, and at nothing else: our kernels take numbers of 32
+    bits, and ask Triton not to specialize on them.
+    """
     import torch
 
     device = values[0].get_device()
-    key = _key(kernel, values, shape, warps)
+    seen = [(v.dtype, v.data_ptr() % 16 == 0) if isinstance(v, torch.Tensor) else v is None for v in values]
+    key = (id(kernel), device, warps, *shape.values(), *seen)
     launcher = _launchers.get(key)
     if launcher is not None and device == torch._C._cuda_getDevice():
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        launcher(programs, stream, tuple(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values))
+        arguments = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
+        launcher(programs, torch._C._cuda_getCurrentRawStream(device), arguments)
         return
     with nullcontext() if device < 0 else torch.cuda.device(device):
         compiled = kernel[(programs,)](*values, **shape, num_warps=warps, **more)
-    if device >= 0 and all(v.__class__ is not int or abs(v) < 2**31 for v in values):
+    if device >= 0:
         _launchers[key] = Launcher(compiled, tuple(shape.values()))
-
-
-def _key(kernel: Any, values: tuple[Any, ...], shape: dict[str, Any], warps: int) -> tuple[Any, ...]:
-    return (id(kernel), *map(_seen, values), *shape.values(), warps, values[0].get_device())
-
-
-def _seen(value: Any) -> Any:
-    """What Triton makes another variant for: a pointer's type and alignment, a number that 16 divides, the number 1."""
-    if isinstance(value, int):
-        return value % 16 == 0, value == 1, abs(value) < 2**31
-    return value if value is None else float if isinstance(value, float) else (value.dtype, value.data_ptr() % 16 == 0)
 
 
 def launch_apart(kernel: Any, programs: int, x: Tensor, *values: Any, warps: int = 4, **shape: Any) -> None:

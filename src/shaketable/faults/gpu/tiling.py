@@ -22,7 +22,7 @@ HELD, STEPS, WIDE = 20480, 9, 4096
 """Values of a segment, tiles of it, and lanes of a tile, that are held in registers at most."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Segments:
     """The cut of one shape."""
 
@@ -36,12 +36,12 @@ class Segments:
     steps: int = 1
     """Tiles that hold a segment; 0 for one that is read twice."""
 
-    @property
+    @functools.cached_property
     def padded(self) -> int:
         """Values when every segment is filled up; noise is numbered by place among these."""
         return self.count * self.length
 
-    @property
+    @functools.cached_property
     def shape(self) -> dict[str, Any]:
         """What a kernel is compiled for."""
         ragged = self.cols % self.length != 0
@@ -49,16 +49,16 @@ class Segments:
         tile = {"LENGTH": self.length, "WIDTH": self.width, "STEPS": self.steps, "GROUP": self.group}
         return {**tile, "RAGGED": ragged, "ALIGNED": self.cols % 16 == 0, "EVEN": even}
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[int, int, int]:
         """The arguments of a kernel at every launch."""
         return self.cols, self.per_row, self.count
 
-    @property
+    @functools.cached_property
     def programs(self) -> int:
         return -(-self.count // self.group)
 
-    @property
+    @functools.cached_property
     def warps(self) -> int:
         return max(4, self.width * self.group * 4 // _tile(self.steps))
 
@@ -77,9 +77,9 @@ def segments(x: Tensor, length: int | None) -> Segments:
     return cut(x.numel() // cols, cols, length or cols)
 
 
-def flat(x: Tensor) -> Segments:
-    """A tensor as one row, for what shares a number over the whole of it or none at all."""
-    n = x.numel()
+@functools.lru_cache(maxsize=1024)
+def one_row(n: int) -> Segments:
+    """A tensor of `n` values as one row, for what shares a number over the whole of it or none at all."""
     return Segments(n, TILE, -(-n // TILE), -(-n // TILE), TILE, 1)
 
 

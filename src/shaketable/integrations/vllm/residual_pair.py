@@ -53,12 +53,11 @@ class PairTaps(ModuleTaps):
         after = [module.register_forward_hook(self, with_kwargs=True)] if hands_on else []
         return super().install(module) + after
 
-    def _on_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_input(self, frame: Frame | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         residual = self._argument("residual", args, kwargs)
         if residual is None:
-            return super()._on_input(args, kwargs)
+            return super()._on_input(frame, args, kwargs)
         hidden = self._argument(self.hidden, args, kwargs)
-        frame = self._frame(args, kwargs)
         acts = frame is None or any(frame.current.acts_on(tap) for tap in self.taps if "forward" in tap.site.directions)
         self.total = hidden + residual if acts else None
         for tap in self.taps:
@@ -67,15 +66,14 @@ class PairTaps(ModuleTaps):
         args = tuple(changed.pop(self._name(i), value) for i, value in enumerate(args))
         return args, kwargs | changed
 
-    def _on_output(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _on_output(self, frame: Frame | None, output: Any) -> Any:
         if not (isinstance(output, tuple) and len(output) > 1 and _alike(output[0], output[1])):
-            return output if self.point == "input" else super()._on_output(args, kwargs, output)
+            return output if self.point == "input" else super()._on_output(frame, output)
         if self.point == "input":
             return self._hand_on(output)
         if self.is_norm:
-            return super()._on_output(args, kwargs, output)
+            return super()._on_output(frame, output)
         hidden, residual = output[:2]
-        frame = self._frame(args, kwargs)
         for tap in self.taps:
             hidden, residual = self._split(hidden, residual, tap, frame)
         return (hidden, residual, *output[2:])
