@@ -51,6 +51,12 @@ def nearest(name: str, valid: Iterable[str], shown: int = 8) -> str:
     return f"{hint}valid: {', '.join(names[:shown])}{more}"
 
 
+def check_word(what: str, word: str, valid: Iterable[str]) -> None:
+    """Raise unless a word is one of the valid ones."""
+    if word not in (known := tuple(valid)):
+        raise ShaketableError(f"unknown {what} {word!r}; {nearest(word, known, shown=12)}")
+
+
 def first_problem(error: ValidationError, skip: Container[object] = ()) -> str:
     """The first of pydantic's complaints as an error line: the field without the parts to `skip`, the reason, the value."""
     first = error.errors(include_url=False)[0]

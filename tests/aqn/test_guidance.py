@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shaketable.aqn.guidance import Guidance, LayerDiagnosis, averaged
+from shaketable.aqn.guidance import Guidance
 from shaketable.errors import ShaketableError
 
 
@@ -156,7 +156,7 @@ def test_what_is_no_complete_diagnosis_is_refused_in_one_line(diagnosis, words):
     assert "\n" not in str(caught.value)
 
 
-# ---- scans of the origin, and several diagnoses
+# ---- scans of the origin
 
 
 def scans(layers=28, **more):
@@ -171,27 +171,3 @@ def test_the_origins_scans_give_the_sigmas_of_its_formula():
     columns = {scan: list(column.values()) for scan, column in scans().items()}
     expected = dict(enumerate(origin_sigmas(**columns, base_sigma=0.05).tolist()))
     assert sigmas(scans()) == sigmas(columns) == expected and expected[15] == pytest.approx(0.1125)
-
-
-def diagnosis(gains, **changes):
-    probes = [{"layer": i, "statistics": {"gain": g, "kurtosis": 3.0, "instability": 0.0}} for i, g in enumerate(gains)]
-    facts = {"model": "m", "device": "cpu", "date": "x", "verdict": "HEALTHY", "layer": None, "fault_class": None}
-    return {"schema": 1, "kind": "diagnosis", "num_layers": len(gains), "probes": probes, **facts, **changes}
-
-
-def mean(*several):
-    return averaged({f"{i}.json": LayerDiagnosis.read(data, f"{i}.json") for i, data in enumerate(several)})
-
-
-def test_a_verdict_is_kept_when_all_agree():
-    fault = {"verdict": "FAULT", "layer": 1, "fault_class": "dead_zone"}
-    agreed = mean(diagnosis([1.0, 0.5], **fault), diagnosis([1.0, 0.6], **fault))
-    assert (agreed.verdict, agreed.layer) == ("FAULT", 1)
-    apart = mean(diagnosis([1.0, 0.5], **fault), diagnosis([1.0, 0.6], **(fault | {"layer": 0})))
-    assert (apart.verdict, apart.layer, apart.fault_class) == ("INCONCLUSIVE", None, None)
-
-
-@pytest.mark.parametrize("other", [diagnosis([1.0, 1.0], model="n"), diagnosis([1.0, 1.0, 1.0])])
-def test_diagnoses_of_different_models_are_not_averaged(other):
-    with pytest.raises(ShaketableError, match=r"1\.json and 0\.json are diagnoses of different models"):
-        mean(diagnosis([1.0, 1.0]), other)

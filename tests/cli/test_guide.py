@@ -46,18 +46,6 @@ def test_a_diagnosis_becomes_an_aqn_file_and_a_table(run):
     assert out.splitlines()[0] == "tiny[red] on cpu, 5 layers, 2026-11-15T06:00:00+00:00: FAULT at layer 3 (saturation)"
 
 
-def test_several_diagnoses_are_averaged_and_the_file_says_so(run):
-    probes = [layer(0), layer(1, gain=1.5), layer(2, instability=0.2), layer(3), layer(4, kurtosis=4000.0), {"layer": None}]
-    Path("e.json").write_text(json.dumps(DIAGNOSIS | {"probes": probes}))
-    code, out, err = run("d.json", "e.json", "-o", "aqn.yaml")
-    assert (code, err) == (0, "")
-    made = yaml.safe_load(Path("aqn.yaml").read_text())
-    assert made["srdd_metadata"]["diagnoses"] == 2
-    assert made["aqn"]["layer_sigmas"][1] == 0.05, "a gain of 0.5 and one of 1.5 are 1.0"
-    assert "the mean of 2 diagnoses" in out
-    assert run("d.json", "d.json", "-o", "d.json")[0] == 2, "no input is overwritten"
-
-
 HEALTHY = json.dumps(DIAGNOSIS | {"verdict": "HEALTHY", "layer": None, "fault_class": None})
 
 
@@ -68,7 +56,7 @@ HEALTHY = json.dumps(DIAGNOSIS | {"verdict": "HEALTHY", "layer": None, "fault_cl
         (json.dumps(DIAGNOSIS | {"schema": 9}), (), "has schema 9; this version reads schema 1"),
         (HEALTHY, ("--target", "fault"), "--target fault needs a located layer"),
         (HEALTHY, ("-o", "absent/a.yaml"), "cannot write absent/a.yaml: its folder does not exist"),
-        (HEALTHY, ("--json", "a.yaml"), "cannot write a.yaml: this command reads or writes it already"),
+        (HEALTHY, ("--json", "d.json"), "cannot write d.json: this command reads or writes it already"),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_2(run, content, words, message):

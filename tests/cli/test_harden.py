@@ -10,7 +10,7 @@ from tests.harden.small_runs import HURTS, same_weights
 
 RUN = [
     "harden", "nano", "--task", "arithmetic", "--device", "cpu", "--steps", "4", "--batch", "8", "--limit", "40",
-    "--save-every", "2", "--stages", "distil",
+    "--save-every", "2",
 ]  # fmt: skip
 KILL = (
     "import os, signal\nfrom shaketable.records.record import RunRecord\nappend = RunRecord.append\n"
@@ -56,7 +56,6 @@ def test_killed_it_goes_on_to_the_same_bits(tmp_path):
     ("words", "line"),
     [
         (["harden", "nano", "--task", "arithmetic"], "name a model and a --plan"),
-        ([*RUN, "--plan", HURTS, "--stages", "calibrate,distil"], "the stage calibrate was removed"),
         ([*RUN[:2], "--plan", HURTS, "--prompts", "few.txt"], "too few prompts to keep one in five apart"),
         (
             [*RUN[:2], "--plan", HURTS, "--prompts", "long.txt", "--max-new-tokens", "250"],

@@ -1,9 +1,6 @@
-"""What all verbs share: groups of help, --config, old spellings, --json twice, completion."""
-
-import json
+"""What all verbs share: groups of help, --force, one line for what cannot be parsed."""
 
 import pytest
-import yaml
 
 from tests.cli.command_server import shaketable
 
@@ -15,45 +12,7 @@ def test_help_shows_about_eight_options_before_the_advanced_ones(verb, tmp_path)
     basic, _, advanced = shaketable(tmp_path, verb, "--help").stdout.partition("─ Advanced ─")
     options = [line for line in basic.splitlines() if line.startswith("│ ") and " --" in line[:12]]
     assert 2 <= len(options) <= 11
-    assert "--config" in advanced and "--show-config" in advanced
-
-
-@pytest.fixture
-def sweep(tmp_path):
-    config = {"models": ["nano"], "task": "arithmetic", "plan": "gain@op.silu", "magnitudes": [0, 0.5], "limit": 4, "seeds": 1}
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(config))
-    return lambda *words: shaketable(tmp_path, "sweep", *words)
-
-
-def test_a_config_file_is_the_same_as_the_options_and_the_command_line_wins(sweep, tmp_path):
-    shown = sweep("--config", "sweep.yaml", "--show-config", "-n", "3", "--dtype", "float32")
-    assert shown.code == 0, shown.stderr
-    resolved = yaml.safe_load(shown.stdout)
-    assert (resolved["models"], resolved["magnitudes"], resolved["limit"]) == (["nano"], "0,0.5", 3)
-    assert (resolved["dtype"], resolved["device"], resolved["json"]) == ("float32", "auto", None)
-    (tmp_path / "again.yaml").write_text(shown.stdout)
-    assert yaml.safe_load(sweep("--config", "again.yaml", "--show-config").stdout) == resolved
-    done = sweep("--config", "again.yaml", "--json", "out.json")
-    assert done.code == 0, done.stderr
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert (found["config"]["n"], [p["magnitude"] for p in found["points"]]) == (3, [0, 0.5])
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("modle: nano", "unknown key 'modle'"),
-        (None, "cannot read the config sweep.yaml"),
-    ],
-)
-def test_a_config_that_cannot_be_read_is_one_line(sweep, tmp_path, text, says):
-    (tmp_path / "sweep.yaml").unlink()
-    if text is not None:
-        (tmp_path / "sweep.yaml").write_text(text)
-    done = sweep("--config", "sweep.yaml")
-    assert (done.code, done.stdout) == (2, "")
-    assert says in " ".join(done.stderr.split())
-    assert done.stderr.startswith("error: ")
+    assert "--force" in advanced
 
 
 def test_a_file_that_exists_is_replaced_with_force_alone(tmp_path):

@@ -15,8 +15,6 @@ SMALL = {
     "model": "nano",
     "task": "arithmetic",
     "plans": (HURTS,),
-    "rungs": ("distil",),
-    "target": None,
     "steps": 6,
     "batch": 16,
     "eval_n": 40,

@@ -42,12 +42,10 @@ KINDS = {
 PHASES = {"rollout": ("rollout",), "both": ("rollout", "train")}
 
 
-def plan_of(aqn: AQN, anatomy: Anatomy, total_steps: int | None = None) -> tuple[Plan, list[Group]]:
-    """The plan, and the group of each of its clauses; layers whose σ is 0 at every step of the run have none."""
+def plan_of(aqn: AQN, anatomy: Anatomy) -> tuple[Plan, list[Group]]:
+    """The plan, and the group of each of its clauses."""
     groups = aqn.groups(len(anatomy.layers))
     alone = len(groups) == 1
-    if total_steps is not None and aqn.zones is not None:
-        groups = [g for g in groups if any(aqn.sigma(g, step, total_steps) for step in range(total_steps))] or groups
     kind = KINDS[aqn.form, aqn.unit]
     clauses: list[Clause] = []
     owners: list[Group] = []
@@ -121,7 +119,7 @@ class AttachedAQN:
         self.total_steps = total_steps
         self.allow_inert = allow_inert
         self.anatomy = Anatomy.of(model)
-        clauses, self._groups = plan_of(aqn, self.anatomy, total_steps)
+        clauses, self._groups = plan_of(aqn, self.anatomy)
         check_order(aqn, clauses, None if plan is None else plan.plan, self.anatomy)
         self.injection = Injection(clauses, step=step, rank=rank, allow_inert=True, hold=True, sampler=sampler)
         self.injection.attach(model)

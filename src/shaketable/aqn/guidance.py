@@ -1,4 +1,4 @@
-"""Layer-wise AQN from diagnoses: a diagnosis in, σ per layer out. Imports no torch.
+"""Layer-wise AQN: a diagnosis in, σ per layer out. Imports no torch.
 
 Every layer starts at the base σ, and each rule that applies multiplies it, in the order of `RULES` and `FAULT_RULES`:
 
@@ -18,14 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, median
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shaketable.aqn.schedules import NAMED
-from shaketable.errors import ShaketableError, first_problem, nearest
+from shaketable.errors import ShaketableError, check_word, first_problem, nearest
 
 if TYPE_CHECKING:
     from shaketable.aqn.spec import AQN
@@ -50,21 +50,14 @@ class Rule:
     times_median: bool = False
     """The bound is threshold · the median over all layers."""
 
-    def bound(self, medians: Mapping[str, float | None]) -> float | None:
-        """The number that is compared with; None where the median gives no scale."""
-        if not self.times_median:
-            return self.threshold
-        middle = medians[self.statistic]
-        return None if middle is None or middle <= 0 else middle * self.threshold
-
-    def matches(self, value: float | None, medians: Mapping[str, float | None]) -> bool:
-        """Whether a value lies on the rule's side of the bound."""
-        bound = self.bound(medians)
-        return value is not None and bound is not None and (value < bound if self.side == "below" else value > bound)
-
-    def text(self, value: float | None, medians: Mapping[str, float | None]) -> str:
-        """What matched and its effect, for people."""
-        scale = f" × the median {medians[self.statistic]:.4g}" if self.times_median else ""
+    def reason(self, value: float | None, middle: float | None) -> str | None:
+        """What matched and its effect, for people; None where the rule does not apply, or the median gives no scale."""
+        if value is None or (self.times_median and (middle is None or middle <= 0)):
+            return None
+        bound = self.threshold * middle if self.times_median and middle is not None else self.threshold
+        if not (value < bound if self.side == "below" else value > bound):
+            return None
+        scale = f" × the median {middle:.4g}" if self.times_median else ""
         return f"{self.statistic} {value:.4g} is {self.side} {self.threshold:g}{scale}: {self.why} (×{self.factor:g})"
 
 
@@ -159,18 +152,13 @@ class LayerDiagnosis(BaseModel):
         found = others if self.layer is None else {**others, self.layer: self.fault_class}
         return dict(sorted(found.items()))
 
-    @property
-    def statistics(self) -> dict[int, dict[str, float | None]]:
-        """Of every layer, in order."""
-        found = {p.layer: p.statistics or {} for p in self.probes if p.layer is not None}
-        return dict(sorted(found.items()))
-
     def statistic(self, field: str) -> list[float | None]:
         """One statistic of every layer, in order."""
-        for layer, known in self.statistics.items():
+        found = {p.layer: p.statistics or {} for p in self.probes if p.layer is not None}
+        for layer, known in found.items():
             if field not in known:
                 raise ShaketableError(f"layer {layer} has no statistic {field!r}; {nearest(field, known)}")
-        return [known[field] for known in self.statistics.values()]
+        return [known[field] for _, known in sorted(found.items())]
 
 
 def _of_scans(data: Mapping[Any, Any], name: str) -> dict[str, Any]:
@@ -200,30 +188,6 @@ def _by_layer(column: object, name: str) -> dict[int, Any]:
     if not isinstance(column, Mapping) or not all(str(layer).isdecimal() for layer in column):
         raise ShaketableError(f"{name} must hold a mapping of layers to numbers, such as {{'0': 1.02}}")
     return {int(layer): value for layer, value in column.items()}
-
-
-def averaged(diagnoses: Mapping[str, LayerDiagnosis]) -> LayerDiagnosis:
-    """One diagnosis with the mean statistics of several of the same model, by their names.
-
-    The verdict is that of all of them if they agree, and INCONCLUSIVE if they do not.
-    """
-    (first_name, first), *_ = diagnoses.items()
-    for name, other in diagnoses.items():
-        if (other.model, other.num_layers) != (first.model, first.num_layers):
-            raise ShaketableError(f"{name} and {first_name} are diagnoses of different models, which are not averaged")
-    every = list(diagnoses.values())
-    probes = tuple(
-        _Place(layer=i, statistics={scan: _mean([d.statistic(scan)[i] for d in every]) for scan in SCANS})
-        for i in range(first.num_layers)
-    )
-    agree = len({(d.verdict, d.layer, d.fault_class) for d in every}) == 1
-    verdict = {} if agree else {"verdict": "INCONCLUSIVE", "layer": None, "fault_class": None}
-    return first.model_copy(update={"probes": probes, "evidence": tuple(e for d in every for e in d.evidence), **verdict})
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return fmean(numbers) if len(numbers) == len(values) else None
 
 
 # ---- guidance
@@ -256,6 +220,7 @@ class Guidance:
         cls,
         diagnosis: object,
         *,
+        name: str = "the diagnosis",
         base_sigma: float = 0.05,
         schedule: str = "epoch_aware",
         target: str = "all",
@@ -263,16 +228,17 @@ class Guidance:
         """Guidance from a diagnosis.
 
         Args:
-            diagnosis: As `LayerDiagnosis.read` returns it, or the object that its JSON holds.
+            diagnosis: What the JSON of a diagnosis holds, see `LayerDiagnosis.read`.
+            name: How an error calls it.
             base_sigma: σ of a layer that no rule applies to.
             schedule: Name of the schedule that σ decays by in training.
             target: `all` layers, the located ones alone (`fault`), all but those (`healthy`), or those labelled `high`.
         """
-        _one_of("schedule", schedule, NAMED)
-        _one_of("target", target, TARGETS)
+        check_word("schedule", schedule, NAMED)
+        check_word("target", target, TARGETS)
         if not (math.isfinite(base_sigma) and base_sigma > 0):
             raise ShaketableError(f"base sigma must be a positive number, not {base_sigma}")
-        read = diagnosis if isinstance(diagnosis, LayerDiagnosis) else LayerDiagnosis.read(diagnosis)
+        read = LayerDiagnosis.read(diagnosis, name)
         base = float(base_sigma)
         values = {scan: read.statistic(scan) for scan in SCANS}
         medians = {rule.statistic: _median(values[rule.statistic]) for rule in RULES if rule.times_median}
@@ -339,10 +305,10 @@ def _layer(
     why = [f"{scan} is not a number: its rules are left out" for scan, v in own.items() if v is None or math.isnan(v)]
     product, applied = base, set[str]()
     for rule in RULES:
-        if rule.matches(own[rule.statistic], medians):
+        if reason := rule.reason(own[rule.statistic], medians.get(rule.statistic)):
             applied.add(rule.statistic)
             product *= rule.factor
-            why.append(rule.text(own[rule.statistic], medians))
+            why.append(reason)
     for located in FAULT_RULES:
         if fault == located.fault_class and located.instead_of not in applied:
             product *= located.factor
@@ -373,13 +339,9 @@ def _targeted(every: Sequence[LayerSigma], read: LayerDiagnosis, target: str) ->
 
 
 def _notes(medians: Mapping[str, float | None]) -> tuple[str, ...]:
-    off = {rule.statistic: medians[rule.statistic] for rule in RULES if rule.bound(medians) is None}
-    shown = {scan: "none, for no value is finite" if m is None else f"{m:.4g}" for scan, m in off.items()}
+    shown = {
+        scan: "none, for no value is finite" if m is None else f"{m:.4g}" for scan, m in medians.items() if not (m and m > 0)
+    }
     return tuple(
         f"the median of {scan} is {m}: it gives no scale, and the rules on it are left out" for scan, m in shown.items()
     )
-
-
-def _one_of(what: str, value: str, valid: Sequence[str]) -> None:
-    if value not in valid:
-        raise ShaketableError(f"unknown {what} {value!r}; {nearest(value, valid)}")

@@ -56,14 +56,24 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class GlobalDecay(Schedule):
-    """QeRL's stages over the whole run; the first is silent."""
+class _Decay(Schedule):
+    """From one σ to another over the whole run."""
+
+    start: float
+    end: float
+
+    def peak(self) -> float:
+        return self.start
+
+    def text(self) -> str:
+        return f"{self.kind}:{number(self.start)}-{number(self.end)}"
+
+
+@dataclass(frozen=True)
+class GlobalDecay(_Decay):
+    """QeRL's stages; the first is silent, and `start` is the σ of the second."""
 
     kind: ClassVar[str] = "global_decay"
-    start: float
-    """σ of the first stage that has noise."""
-    end: float
-    """σ of the last stage."""
     stages: int = 10
     """All stages, the silent one among them."""
 
@@ -76,34 +86,21 @@ class GlobalDecay(Schedule):
         stage = min(step * self.stages // total, self.stages - 1)
         return _between(self.start, self.end, (stage - 1) / (self.stages - 2)) if stage else 0.0
 
-    def peak(self) -> float:
-        return self.start
-
     def text(self) -> str:
-        return f"{self.kind}:{number(self.start)}-{number(self.end)},stages={self.stages}"
+        return f"{super().text()},stages={self.stages}"
 
 
 @dataclass(frozen=True)
-class LinearDecay(Schedule):
-    """A straight line from start to end over the whole run."""
+class LinearDecay(_Decay):
+    """A straight line; `end` may be 0."""
 
     kind: ClassVar[str] = "linear_decay"
-    start: float
-    """σ of the first step."""
-    end: float
-    """σ after the last step; may be 0."""
 
     def __post_init__(self) -> None:
         _check_falls(self.start, self.end, to_zero=True)
 
     def _at(self, step: int, total: int) -> float:
         return self.end if step == total else self.start + (self.end - self.start) * (step / total)
-
-    def peak(self) -> float:
-        return self.start
-
-    def text(self) -> str:
-        return f"{self.kind}:{number(self.start)}-{number(self.end)}"
 
 
 @dataclass(frozen=True)

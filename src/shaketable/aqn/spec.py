@@ -17,8 +17,8 @@ One line of text, `SCHEDULE:SIGMAS[,key=value…]`:
     constant:0.01,form=output,layers=15,where=both,unit=absolute,order=before
     global_decay:0.05-0.0005,multipliers=0:2+27:0.5,zones=edge:0.2+middle:0.5+after:0.5     (zones=on for the usual ones)
 
-A YAML file holds the fields of `AQN`, `schedule` being such a line. A guided file (key `aqn`) has
-layer_sigma/base_sigma as multipliers; `layers` in it names all layers with noise. One that has `srdd_metadata` and no
+A YAML file is one of `shaketable guide` (key `aqn`): it has layer_sigma/base_sigma as multipliers, and `layers` in it names
+all layers with noise. One that has `srdd_metadata` and no
 `layers` is the origin's own: noise on what decoder layers return, in rollouts and in training, with the base σ for layers
 that it does not name.
 """
@@ -43,7 +43,7 @@ from shaketable.aqn.schedules import (
     like_the_origin,
     number,
 )
-from shaketable.errors import NoMatchError, ShaketableError, nearest
+from shaketable.errors import NoMatchError, ShaketableError, check_word
 from shaketable.io.yaml_file import read_yaml
 from shaketable.layer_ranges import join_layers, parse_layers
 
@@ -157,17 +157,17 @@ class AQN:
             object.__setattr__(self, name, value)
 
         for name, valid in CHOICES.items():
-            _one_of(name, getattr(self, name), valid)
+            check_word(name, getattr(self, name), valid)
         keep("roles", (self.roles,) if isinstance(self.roles, str) else tuple(self.roles))
         for role in self.roles or ("",):
-            _one_of("role", role, ROLES + NORMS)
+            check_word("role", role, ROLES + NORMS)
         keep("layers", _layers(self.layers))
         keep("multipliers", {int(layer): factor for layer, factor in self.multipliers.items()})
         for layer, factor in self.multipliers.items():
             check_size(f"multipliers: {layer}", factor)
         if isinstance(self.zones, Mapping):
             for name in self.zones:
-                _one_of("key of zones", name, tuple(f.name for f in fields(Zones)))
+                check_word("key of zones", name, tuple(f.name for f in fields(Zones)))
             keep("zones", Zones(**self.zones))
         if not -(2**63) <= self.seed < 2**64:
             raise ShaketableError(f"seed {self.seed} has more than 64 bits")
@@ -250,7 +250,7 @@ class AQN:
 
     @classmethod
     def load(cls, source: str | Path | AQN) -> AQN:
-        """AQN from a line such as `global_decay:0.05-0.0005,stages=10`, or from a YAML file (of `shaketable guide`, too)."""
+        """AQN from a line such as `global_decay:0.05-0.0005,stages=10`, or from a YAML file of `shaketable guide`."""
         if isinstance(source, AQN):
             return source
         if isinstance(source, Path) or re.search(r"\.ya?ml$", source.strip()):
@@ -295,7 +295,7 @@ def _parse(line: str) -> AQN:
     schedule, pairs = _with_schedule(line)
     given: dict[str, Any] = {}
     for key, text in pairs.items():
-        _one_of(f"key for {schedule.kind}", key, (*OWN[schedule.kind], *KEYS))
+        check_word(f"key for {schedule.kind}", key, (*OWN[schedule.kind], *KEYS))
         given[key] = _READ.get(key, str)(text)
     return AQN(schedule, **given)
 
@@ -310,7 +310,7 @@ def _with_schedule(line: str) -> tuple[Schedule, dict[str, str]]:
             raise ShaketableError(f"{part.strip()!r} in {line.strip()!r} is not key=value, each key once")
         pairs[key] = value
     kind, _, sigmas = (part.strip() for part in head.partition(":"))
-    _one_of("schedule", kind, tuple(OWN))
+    check_word("schedule", kind, tuple(OWN))
     own = {key: _whole(pairs.pop(key)) for key in OWN[kind] if key in pairs}
     if kind == "constant" and re.fullmatch(_NUMBER, sigmas):
         return Constant(float(sigmas)), pairs
@@ -363,11 +363,6 @@ _READ: dict[str, Any] = {
 }
 
 
-def _one_of(what: str, value: str, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        raise ShaketableError(f"unknown {what} {value!r}; {nearest(value, valid, shown=12)}")
-
-
 # ---- files
 
 
@@ -378,34 +373,20 @@ OPEN = ("unit", "form", "roles", "zones", "where", "order", "seed")
 
 def _from_file(path: Path) -> AQN:
     data = read_yaml(path, "the AQN file")
-    if not isinstance(data, Mapping):
-        raise ShaketableError(f"the AQN file {path} must hold a mapping, not {type(data).__name__}")
-    if "aqn" in data:
-        return from_guidance(data, str(path))
-    for key in data:
-        _one_of(f"key in {path}", str(key), ("schedule", *KEYS))
-    if not isinstance(data.get("schedule"), str):
-        raise ShaketableError(f"the AQN file {path} has no schedule; write e.g. schedule: global_decay:0.05-0.0005,stages=10")
-    return AQN(**{**data, "schedule": _described(data["schedule"])})
-
-
-def _described(line: str) -> Schedule:
-    """A schedule from a line of text."""
-    schedule, pairs = _with_schedule(line)
-    for key in pairs:
-        _one_of(f"key for {schedule.kind}", key, OWN[schedule.kind])
-    return schedule
+    if not isinstance(data, Mapping) or "aqn" not in data:
+        raise ShaketableError(f"the AQN file {path} is not one of `shaketable guide`; other noise is a line of text")
+    return from_guidance(data, str(path))
 
 
 def from_guidance(data: Mapping[Any, Any], path: str) -> AQN:
     """AQN from what `shaketable guide`, or the origin's own script, writes, as data; `path` is how an error calls it."""
     for key in data:
-        _one_of(f"key in {path}", str(key), ("aqn", "metadata", "srdd_metadata"))
+        check_word(f"key in {path}", str(key), ("aqn", "metadata", "srdd_metadata"))
     body = data["aqn"]
     if not isinstance(body, Mapping):
         raise ShaketableError(f"{path}: aqn must hold a mapping, not {type(body).__name__}")
     for key in body:
-        _one_of(f"key in aqn of {path}", str(key), GUIDED + OPEN)
+        check_word(f"key in aqn of {path}", str(key), GUIDED + OPEN)
     if body.get("enabled") is not True or body.get("layer_specific") is not True:
         raise ShaketableError(f"{path}: enabled and layer_specific must be true; train without the file instead")
     base: Any = body.get("base_sigma")
@@ -424,9 +405,10 @@ def from_guidance(data: Mapping[Any, Any], path: str) -> AQN:
     if stray := sorted(set(sigmas) - set(named)):
         raise ShaketableError(f"{path}: layer_sigmas name layer {stray[0]}, which is none of its layers {join_layers(named)}")
     factors = {layer: float(f"{sigmas[layer] / base:.12g}") for layer in sorted(sigmas)}
-    schedule = body.get("schedule", "epoch_aware")
+    schedule = str(body.get("schedule", "epoch_aware"))
+    check_word(f"schedule in aqn of {path}", schedule, NAMED)
     return AQN(
-        like_the_origin(schedule, base) if schedule in NAMED else _described(str(schedule)),
+        like_the_origin(schedule, base),
         layers=named,
         multipliers={layer: factor for layer, factor in factors.items() if factor != 1},
         **more,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,12 +22,8 @@ STYLES = {"HIGH": "bold yellow", "LOW": "cyan", "BASE": ""}
 
 
 def guide(
-    diagnoses: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="DIAGNOSIS",
-            help="Written by `locate --json FILE`, or a scan of the origin study; several are averaged.",
-        ),
+    diagnosis: Annotated[
+        Path, typer.Argument(metavar="DIAGNOSIS", help="Written by `locate --json FILE`, or a scan of the origin study.")
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The AQN file to write, YAML.")],
     base_sigma: Annotated[float, typer.Option(help="σ of a layer to which no rule applies.")] = 0.05,
@@ -46,18 +41,12 @@ def guide(
 ) -> None:
     """Turn a diagnosis into layer-wise AQN: more noise where a layer looks fragile, less where it is noisy already.
 
-    The statistics depend on the prompts. Give several diagnoses of one model, made with different prompts, to use the mean.
-
     shaketable guide diagnosis.json -o aqn.yaml --target fault
     """
-    from shaketable.aqn.guidance import Guidance, LayerDiagnosis, averaged
+    from shaketable.aqn.guidance import Guidance
 
-    outputs = OutputFiles(json_file, others=[out], reads=diagnoses, force=force)
-    read = [LayerDiagnosis.read(_json(path), str(path)) for path in diagnoses]
-    one = averaged({str(path): diagnosis for path, diagnosis in zip(diagnoses, read, strict=True)})
-    found = Guidance.of(one, base_sigma=base_sigma, schedule=schedule, target=target)
-    if len(diagnoses) > 1:
-        found = replace(found, metadata={**found.metadata, "diagnoses": len(diagnoses)})
+    outputs = OutputFiles(json_file, others=[out], reads=[diagnosis], force=force)
+    found = Guidance.of(_json(diagnosis), name=str(diagnosis), base_sigma=base_sigma, schedule=schedule, target=target)
     write(out, found.to_yaml())
     outputs.save(found.to_dict)
     _print(found, [out, *outputs.files])
@@ -83,11 +72,10 @@ def _print(found: Guidance, files: list[Path]) -> None:
 
 def _head(found: Guidance) -> list[str]:
     facts = found.metadata
-    mean = f" (the mean of {facts['diagnoses']} diagnoses)" if "diagnoses" in facts else ""
     where = " and".join(f" at layer {layer} ({kind})" for layer, kind in facts["fault_layers"].items())
     model = f"{facts['model']} on {facts['device']}, {facts['num_layers']} layers, {facts['analysis_date']}"
     return [
-        f"{model}: {facts['verdict']}{where}{mean}",
+        f"{model}: {facts['verdict']}{where}",
         f"base σ {found.base_sigma:g}, schedule {found.schedule}, target {facts['target']}",
     ]
 

@@ -1,4 +1,4 @@
-"""`shaketable harden`: repair a model against a fault, cheapest repair first, and say how much was recovered."""
+"""`shaketable harden`: train a model to tolerate a fault, and say how much was recovered."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @options_of(
     HardenConfig,
-    "plans", "task", "prompts", "target", "steps", "batch", "micro_batch", "lr", "clean_every", "temperature",
-    "lora", "checkpointing", "max_new_tokens", "warm_start", "score", "eval_n", "eval_seed", "eval_plans",
+    "plans", "task", "prompts", "steps", "batch", "micro_batch", "lr", "clean_every", "temperature",
+    "lora", "checkpointing", "max_new_tokens", "warm_start", "eval_n", "eval_seed", "eval_plans",
     "seed", "save_every", "device", "dtype",
     metavar={"plans": "P", "prompts": "FILE", "lora": "RANK", "warm_start": "N", "eval_plans": "P"},
     default={"device": "auto", "dtype": None},
@@ -33,9 +33,6 @@ def harden(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help=HardenConfig.model_fields["model"].description)] = "",
     *,
-    rungs: Annotated[
-        str, typer.Option("--stages", metavar="NAMES", help="distil, supervise, or both, joined by a comma.")
-    ] = "distil",
     out: RunFolderOption = None,
     resume: ResumeOption = None,
     json_file: JsonOption = None,
@@ -45,9 +42,8 @@ def harden(
 ) -> None:
     """Make a model robust to a fault, and report the loss, the share recovered and the cost.
 
-    **distil** trains the model under the fault towards the clean model's outputs; it needs no answers. **supervise**, on
-    request, trains it on the task's answers. It stops once the target share is recovered. The result, DIR/model, is an
-    ordinary model folder.
+    The model is trained under the fault towards its own clean outputs, which needs no answers. The result, DIR/model, is
+    an ordinary model folder.
 
     Example: `shaketable harden nano --task arithmetic --plan 'dead_zone:0.6,scope=token@layer.3' -o hardened`
     """
@@ -63,7 +59,6 @@ def harden(
 
     for name in ("plans", "eval_plans"):
         fields[name] = tuple(dict.fromkeys(Plan.load(p).text() for p in fields[name]))
-    fields["rungs"] = tuple(stage.strip() for stage in rungs.split(",") if stage.strip())
     fields["device"] = chosen_device(fields["device"])
     fields["dtype"] = fields["dtype"] or ("float32" if fields["device"] == "cpu" else "bfloat16")
     hush()
@@ -83,13 +78,13 @@ def _loaded(config: HardenConfig) -> Any:
 def _run(config: HardenConfig, record: RunRecord, *, resume: bool, loaded: Any = None) -> None:
     from shaketable.harden.run import Hardening
 
-    with live(_step, _line) as tell:
+    with live(_step, _line, config.steps) as tell:
         Hardening(config, record, tell, loaded=loaded).run(resume=resume)
 
 
 def _step(facts: dict[str, Any]) -> dict[str, Any]:
     shown = f"loss {facts['loss']:.3g}" + ("" if facts["plan"] is not None else " (clean step)")
-    return {"description": facts["rung"], "completed": facts["done"], "total": facts["total"], "shown": shown}
+    return {"description": "training", "completed": facts["step"], "shown": shown}
 
 
 def _line(facts: dict[str, Any]) -> str:
@@ -108,30 +103,29 @@ def _show(record: RunRecord, outputs: OutputFiles) -> None:
     table.title = _title(found)
     print_table(screen, table)
     say(screen, *_lines(found))
-    screen.print(f"[bold]{plain(found['sentence'])}.[/]{_verdict(found)}", soft_wrap=True)
+    screen.print(f"[bold]{plain(found['sentence'])}.[/]", soft_wrap=True)
     say(screen, f"The model: {found['model']}")
 
 
 def _page(found: dict[str, Any]) -> str:
     from shaketable.report.table_html import page
 
-    config, reached = found["config"], found["reached"]
-    tag = "HARDENED" if config["target"] is None else "TARGET REACHED" if reached else "TARGET NOT REACHED"
+    config = found["config"]
     facts = {"against": "; ".join(config["plans"]), "learnt from": config["task"] or config["prompts"], "model": found["model"]}
     return page(
         "harden",
         config["model"],
-        tag,
-        f"{found['sentence']}.{_verdict(found)}",
+        "HARDENED",
+        f"{found['sentence']}.",
         [(_title(found), _table(found))],
-        status="pass" if reached else "shown",
+        status="shown",
         facts=facts,
         lines=_lines(found),
     )
 
 
 def _title(found: dict[str, Any]) -> str:
-    return f"{found['measure'].capitalize()} in % with 95 % intervals, after each stage"
+    return f"{found['measure'].capitalize()} in % with 95 % intervals, before and after"
 
 
 def _table(found: dict[str, Any]) -> Table:
@@ -153,11 +147,6 @@ def _table(found: dict[str, Any]) -> Table:
 def _lines(found: dict[str, Any]) -> list[str]:
     """The proof."""
     return [f"{plan}: fired {one['forward']:,} times while it was repaired" for plan, one in found["ledgers"].items()]
-
-
-def _verdict(found: dict[str, Any]) -> str:
-    target = found["config"]["target"]
-    return "" if target is None else f" The target of {target:.0%} is {'reached' if found['reached'] else 'not reached'}."
 
 
 def _scores(conditions: list[dict[str, Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Training under the fault: towards the clean model's own distribution (distil), or towards given answers (supervise).
+"""Training under the fault, towards the clean model's own distribution.
 
 Each step: sequences of its own, the plan that was drawn for it on in the forward pass, noise of its own, the gradient by the
 fault's own formula, AdamW at a rate that falls to 0 in a line. Every `clean_every`-th step is without the fault: on nano under
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,32 +24,22 @@ from shaketable.errors import InertError, ShaketableError
 from shaketable.evaluate.reading import AT_A_TIME, Pair
 from shaketable.faults.rng import key_of
 from shaketable.harden.config import HardenConfig
-from shaketable.harden.students import Students, faults_on
+from shaketable.harden.students import OwnCompletions, Students, faults_on
 from shaketable.inject import Injection
 from shaketable.sites.phases import phase
 
 MOMENTS = "optimizer.safetensors"
 
 
-class Batches(Protocol):
-    """Where the sequences of a step come from."""
-
-    def at(self, step: int) -> list[Pair]:
-        """The sequences of a step."""
-
-
 @dataclass
 class TrainingSteps:
-    """A stage that trains: `until` does its steps."""
+    """All steps of a run; `until` does some of them."""
 
     config: HardenConfig
     students: Students
     injections: Sequence[Injection]
     """One for each plan, switched off."""
-    batches: Batches
-    supervised: bool
-    first: int
-    """The run's step at which the stage begins."""
+    completions: OwnCompletions
     tell: Callable[[dict[str, Any]], None]
     """Called with what every step was."""
     done: int = 0
@@ -88,12 +78,12 @@ class TrainingSteps:
         which = self.plan_at(step)
         injection = None if which is None else self.injections[which]
         self.optimizer.param_groups[0]["lr"] = self.rate(step)
-        pairs = [pair for pair in self.batches.at(step) if pair[1]]
+        pairs = [pair for pair in self.completions.at(step) if pair[1]]
         if not pairs:
             raise ShaketableError(f"step {step}: the clean model writes nothing to any of its prompts; nothing to learn from")
         size, tokens = self.config.micro_batch or len(pairs), sum(len(c) for _, c in pairs)
         if injection is not None:
-            injection.step = self.first + step
+            injection.step = step
         losses = [self._backward(pairs[at : at + size], injection, tokens) for at in range(0, len(pairs), size)]
         loss, norm = torch.stack(losses).sum(), torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         self.optimizer.step()
@@ -104,7 +94,7 @@ class TrainingSteps:
             if lines:
                 raise InertError(f"{lines[0]} in its first step; the run ends here")
             self.checked.add(which)
-        facts = {"step": self.first + step + 1, "loss": float(loss), "grad_norm": float(norm), "plan": which}
+        facts = {"step": step + 1, "loss": float(loss), "grad_norm": float(norm), "plan": which}
         if not all(torch.isfinite(torch.tensor([facts["loss"], facts["grad_norm"]])).tolist()):
             raise ShaketableError(f"step {step}: loss or gradient is no longer finite; try a smaller --lr, or a smaller fault")
         seconds = time.perf_counter() - start
@@ -113,17 +103,12 @@ class TrainingSteps:
 
     def _backward(self, pairs: list[Pair], injection: Injection | None, tokens: int) -> Tensor:
         """Forward and backward of some sequences; the fault is there in both, for activations that are computed again."""
-        expected = None
-        if not self.supervised:
-            with self.students.teacher() as clean:
-                expected = self.students.logits(clean, pairs)[0]
+        with self.students.teacher() as clean:
+            expected, _ = self.students.logits(clean, pairs)
         with phase("train"), faults_on(injection):
             with self.students.arithmetic():
-                found, targets = self.students.logits(self.students.model, pairs)
-            if expected is None:
-                loss = torch.nn.functional.cross_entropy(found.float(), targets, reduction="sum") / tokens
-            else:
-                loss = forward_kl(found, expected, torch.full((len(found),), 1 / tokens, device=found.device))
+                found, _ = self.students.logits(self.students.model, pairs)
+            loss = forward_kl(found, expected, torch.full((len(found),), 1 / tokens, device=found.device))
             loss.backward()
         return loss.detach()
 
@@ -138,7 +123,7 @@ class TrainingSteps:
         save_file(tensors, str(folder / MOMENTS))
 
     def load(self, folder: Path, done: int) -> None:
-        """Resume after `done` steps of this stage."""
+        """Resume after `done` steps."""
         self.done = done
         tensors = load_file(str(folder / MOMENTS), device=str(self.students.model.device))
         for i, parameter in enumerate(self.parameters):

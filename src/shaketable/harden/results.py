@@ -13,14 +13,8 @@ SCHEMA = 1
 
 
 def outcome(record: RunRecord) -> dict[str, Any]:
-    """Scores before and after every stage, shares, costs and ledgers of a finished run."""
-    finished = record.finished()
-    return {
-        **so_far(record),
-        "reached": finished["reached"],
-        "ledgers": finished["ledgers"],
-        "model": str(record.folder / "model"),
-    }
+    """Scores before and after, shares, costs and ledgers of a finished run."""
+    return {**so_far(record), "ledgers": record.finished()["ledgers"], "model": str(record.folder / "model")}
 
 
 def so_far(record: RunRecord) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The scores of a run: clean and under every plan, by problem, with KL and agreement beside the clean model, and their proof.
 
-With a task a problem is right or wrong. With prompts, or when asked, its score is the share of positions at which the most
+With a task a problem is right or wrong. With prompts its score is the share of positions at which the most
 likely token is the clean model's own: 1 for the clean model by definition. Everything after (comparisons, shares that came
 back) is the same for both.
 """
@@ -23,7 +23,6 @@ from shaketable.inject import Injection, Ledger
 from shaketable.models import ADAPTER, load_skeleton
 from shaketable.plan import Plan
 from shaketable.train.plans import condition_seed
-from shaketable.train.warm_start import check_answers
 
 PAIRS = 128
 """Answers of the clean model that KL and agreement are read on, beside accuracy."""
@@ -60,7 +59,7 @@ class Scoring:
         self, config: HardenConfig, source: SequenceSource, students: Students, tokenizer: Any, batch_size: int = 0
     ) -> None:
         self.config, self.source, self.students = config, source, students
-        self.by_task = source.task is not None and config.score != "agreement"
+        self.by_task = source.task is not None
         self.conditions = conditions_of(config)
         own = {forward_part(text, 0).text() for text in config.plans}
         self.against = [c.name for c in self.conditions if c.plan is not None and c.plan.text() in own]
@@ -142,7 +141,7 @@ def check_worth(before: list[dict[str, Any]], names: list[str]) -> None:
     clean = before[0]
     if clean["ci_low"] < 0.5 / clean["n"]:
         solved = f"the clean model solves {clean['accuracy']:.1%} of {clean['n']} problems"
-        raise ShaketableError(f"{solved}: there is nothing that a fault could take; --score agreement compares tokens instead")
+        raise ShaketableError(f"{solved}: there is nothing that a fault could take; --prompts compares tokens instead")
     for name in names:
         lost = paired(scores(before, name), scores(before, CLEAN))
         if not lost.distinguishable or lost.difference <= 0:
@@ -153,9 +152,8 @@ def check_worth(before: list[dict[str, Any]], names: list[str]) -> None:
 
 def rehearse(config: HardenConfig) -> None:
     """Read the task, match every plan on the model's skeleton; raises whatever would stop the run later."""
-    source = SequenceSource.of(config)
-    if "supervise" in config.stages and source.task is not None:
-        check_answers(source.task)
+    config.check_stages()
+    SequenceSource.of(config)
     if (Path(config.model).expanduser() / ADAPTER).is_file():
         raise ShaketableError(f"{config.model} is a LoRA adapter, which is not hardened; merge it into its base first")
     skeleton = load_skeleton(config.model)

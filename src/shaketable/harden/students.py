@@ -22,7 +22,7 @@ from torch import Tensor
 from shaketable.errors import ShaketableError
 from shaketable.evaluate.decoding import Completion, Decoder, batches, tokens_of
 from shaketable.evaluate.reading import Pair, Reading, pair_logits, read_pairs
-from shaketable.evaluate.score import answer_tokens, arithmetic, check_context, prompt_tokens
+from shaketable.evaluate.score import arithmetic, check_context, prompt_tokens
 from shaketable.evaluate.tasks import Problem, Task, load_task, sample
 from shaketable.evaluate.tasks.files import side_of, texts_of
 from shaketable.faults.rng import key_of
@@ -180,17 +180,3 @@ class OwnCompletions:
             generator = torch.Generator().manual_seed(key_of(self.config.seed, "order", epoch) >> 1)
             self._epoch, self._order = epoch, torch.randperm(len(self.source.train), generator=generator).tolist()
         return self._order[inside]
-
-
-class Answers:
-    """The same prompts with the task's own answers, for supervised steps."""
-
-    def __init__(self, config: HardenConfig, source: SequenceSource, tokenizer: Any) -> None:
-        self.config, self.source, self.tokenizer = config, source, tokenizer
-
-    def at(self, step: int) -> list[Pair]:
-        """The sequences of a step."""
-        generator = torch.Generator().manual_seed(key_of(self.config.seed, "answers", step) >> 1)
-        chosen = torch.randint(len(self.source.train), (self.config.batch,), generator=generator).tolist()
-        problems = [self.source.train[i] for i in chosen]
-        return [(self.source.tokens(self.tokenizer, p), answer_tokens(self.tokenizer, p.answer)) for p in problems]

@@ -1,6 +1,6 @@
 """Configs whose fields are the options of a command: frozen, no unknown key, one line for what is wrong. Imports no torch.
 
-What is written under a field is its description, and the help of its option (`cli/config_options.py`).
+What is written under a field is its description, and the help of its option (`cli/verb.py`).
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ def _config(study: StudyConfig, arm: Arm, seed: int) -> dict[str, Any]:
     if arm.kind == "evaluate":
         own = {"own": True, "plan": plan, "aqn": aqn} if study.has_own else {}
         return common | own | ({"skip_layers": list(arm.skip_layers)} if arm.skip_layers else {})
-    if arm.kind == "harden":  # it begins where training would, after the study's warm start, and aims at no target
-        options = {"warm_start": study.train.get("warm_start", 0), "target": None} | study.harden | (arm.harden or {})
+    if arm.kind == "harden":  # it begins where training would, after the study's warm start
+        options = {"warm_start": study.train.get("warm_start", 0)} | study.harden | (arm.harden or {})
         repair = HardenConfig.checked(**options, **common, plans=() if plan is None else (plan,))
         return repair.model_dump(mode="json")
     options = {"steps": STEPS} | study.train | arm.overrides | ({"warm_start": 0} if arm.after else {})

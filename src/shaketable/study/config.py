@@ -56,7 +56,7 @@ OPTIONS = tuple(
 HARDEN_OPTIONS = tuple(
     name
     for name in HardenConfig.model_fields
-    if name not in ("model", "task", "prompts", "seed", "plans", "device", "dtype", "score", "conditions", "mechanism")
+    if name not in ("model", "task", "prompts", "seed", "plans", "device", "dtype", "conditions", "mechanism")
     and not name.startswith("eval_")
 )
 """What `harden`, the study's or an arm's, may set."""
@@ -108,7 +108,7 @@ class Arm(StudyPart):
     """The faults in training: a plan, its YAML file, or the name of a condition; of an untrained arm, those of `own`."""
     plan_in: Literal["both", "rollout", "loss"] = "both"
     aqn: str | Guide | None = None
-    """A line, the path of a YAML file, or a guide."""
+    """A line, a file of `shaketable guide`, or a guide."""
     model: str | None = None
     """In place of the study's."""
     task: str | None = None

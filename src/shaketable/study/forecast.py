@@ -158,8 +158,8 @@ def _seconds(cell: Cell, problem: float) -> float:
         answers = config.steps * config.prompts * config.samples
         scores = sum(config.evaluates_at(step) for step in range(config.steps + 1))
     elif cell.kind == "harden":
-        stages = len(HardenConfig.checked(**cell.config).stages)
-        answers, scores = cell.config["steps"] * cell.config["batch"] * stages, 1 + stages
+        repairs = len(cell.config["rungs"])
+        answers, scores = cell.config["steps"] * cell.config["batch"] * repairs, 1 + repairs
     conditions = 1 + FAULTY * (len(cell.config["conditions"]) + bool(cell.config.get("own")))
     return LOADING + problem * (TRAINED_ON * answers + scores * int(cell.config["eval_n"]) * conditions)
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 
 from shaketable.aqn.attach import check_order, plan_of
+from shaketable.aqn.schedules import Constant
 from shaketable.errors import ShaketableError
 from shaketable.evaluate.layers import check_skipped, readings, skip_layers, without
 from shaketable.evaluate.score import Condition, Evaluation, Evaluator, arithmetic
@@ -76,9 +77,10 @@ def _filled_in(cell: Cell, runs: Path) -> dict[str, Any]:
     guide = dict(cell.guide)
     found = RunRecord.open(runs / str(cell.needs), "locate").events("diagnosis")[-1]["diagnosis"]
     guidance = Guidance.of(found, base_sigma=guide["sigma"], schedule=guide["schedule"], target=guide["guide"])
-    steady = {"schedule": f"constant:{guide['sigma']!r}"} if cell.kind == "evaluate" else {}
-    asked = {key: guide[key] for key in ("form", "where", "unit", "order")}
-    return {**cell.config, "aqn": guidance.aqn(**asked, **steady).text()}
+    aqn = guidance.aqn(**{key: guide[key] for key in ("form", "where", "unit", "order")})
+    if cell.kind == "evaluate":
+        aqn = replace(aqn, schedule=Constant(guide["sigma"]))
+    return {**cell.config, "aqn": aqn.text()}
 
 
 def _attempt(cell: Cell, record: RunRecord, engine: str, begun: bool) -> None:

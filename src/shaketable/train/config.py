@@ -72,7 +72,7 @@ class TrainConfig(RunConfig):
     plan_in: Literal["both", "rollout", "loss", "eval"] = "both"
     """Where the plan acts in training: both, rollout, loss, or eval (scores only)."""
     aqn: str | None = None
-    """Noise in the sampler, e.g. global_decay:0.05-0.0005,stages=10, or a YAML file."""
+    """Noise in the sampler, e.g. global_decay:0.05-0.0005,stages=10, or a file of shaketable guide."""
     tis: float | None = Field(default=None, gt=0)
     """Truncated importance sampling: cap on the ratio of trainer to sampler probability, e.g. 2; off by default."""
 
