@@ -1,7 +1,6 @@
 """Guidance against the origin's own snippet, and what it does with a diagnosis that is broken or incomplete."""
 
 import copy
-import math
 
 import numpy as np
 import pytest
@@ -154,20 +153,3 @@ def test_what_is_no_complete_diagnosis_is_refused_in_one_line(diagnosis, words):
     with pytest.raises(ShaketableError, match=words) as caught:
         Guidance.of(diagnosis)
     assert "\n" not in str(caught.value)
-
-
-# ---- scans of the origin
-
-
-def scans(layers=28, **more):
-    """What `analyze_hardware_sensitivity` returned, as JSON has it."""
-    gain = {str(i): 1.0 + 0.01 * math.sin(i) for i in range(layers)} | {"15": 0.4}
-    kurtosis = {str(i): 3000.0 + i for i in range(layers)} | {"10": 5000.0, "15": 4500.0}
-    instability = {str(i): 0.0 for i in range(layers)} | {"22": 0.2}
-    return {"gain": gain, "kurtosis": kurtosis, "instability": instability, **more}
-
-
-def test_the_origins_scans_give_the_sigmas_of_its_formula():
-    columns = {scan: list(column.values()) for scan, column in scans().items()}
-    expected = dict(enumerate(origin_sigmas(**columns, base_sigma=0.05).tolist()))
-    assert sigmas(scans()) == sigmas(columns) == expected and expected[15] == pytest.approx(0.1125)

@@ -9,8 +9,6 @@ counts as low gain, once: the gain itself does not see a dead zone of 0.01 where
 
 The median is taken over finite values. An infinite value compares as infinity; NaN matches no rule. A median
 of zero or less gives no scale, and its rules are left out, with a note.
-
-The origin's scans are read as a diagnosis whose verdict is INCONCLUSIVE, unless they name a `detected_layer`.
 """
 
 from __future__ import annotations
@@ -127,17 +125,11 @@ class LayerDiagnosis(BaseModel):
 
     @classmethod
     def read(cls, data: object, name: str = "the diagnosis") -> LayerDiagnosis:
-        """From what the JSON of `shaketable locate`, or of the origin's scans, holds. `name` is how an error calls it."""
-        if isinstance(data, Mapping) and "kind" not in data and any(scan in data for scan in SCANS):
-            return cls._checked(_of_scans(data, name), name)
+        """From what the JSON of `shaketable locate` holds. `name` is how an error calls it."""
         if not isinstance(data, Mapping) or data.get("kind") != "diagnosis":
             raise ShaketableError(f"{name}: expected what `shaketable locate --json FILE` writes")
         if data.get("schema") != SCHEMA:
             raise ShaketableError(f"{name} has schema {data.get('schema')!r}; this version reads schema {SCHEMA}")
-        return cls._checked(data, name)
-
-    @classmethod
-    def _checked(cls, data: Mapping[Any, Any], name: str) -> LayerDiagnosis:
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -159,35 +151,6 @@ class LayerDiagnosis(BaseModel):
             if field not in known:
                 raise ShaketableError(f"layer {layer} has no statistic {field!r}; {nearest(field, known)}")
         return [known[field] for _, known in sorted(found.items())]
-
-
-def _of_scans(data: Mapping[Any, Any], name: str) -> dict[str, Any]:
-    """The origin's scans as the data of a diagnosis."""
-    columns = {scan: _by_layer(data.get(scan), f"{scan} of {name}") for scan in SCANS}
-    count = data.get("num_layers", len(columns["gain"]))
-    for scan, column in columns.items():
-        if set(column) != set(range(count if isinstance(count, int) else 0)):
-            raise ShaketableError(f"{name}: {scan} does not have each of the {count} layers once")
-    layer = data.get("detected_layer")
-    return {
-        "num_layers": count,
-        "probes": [{"layer": i, "statistics": {scan: columns[scan][i] for scan in SCANS}} for i in range(count)],
-        "model": str(data.get("model", data.get("model_path", "a model that its scans do not name"))),
-        "device": str(data.get("device", "a device that is not named")),
-        "date": str(data.get("date", data.get("analysis_date", "no date"))),
-        "verdict": "INCONCLUSIVE" if layer is None else "FAULT",
-        "layer": layer,
-        "fault_class": None if layer is None else data.get("fault_type", "not classified"),
-    }
-
-
-def _by_layer(column: object, name: str) -> dict[int, Any]:
-    """Layers to numbers, from a mapping (whose keys JSON makes text) or a list."""
-    if isinstance(column, list):
-        return dict(enumerate(column))
-    if not isinstance(column, Mapping) or not all(str(layer).isdecimal() for layer in column):
-        raise ShaketableError(f"{name} must hold a mapping of layers to numbers, such as {{'0': 1.02}}")
-    return {int(layer): value for layer, value in column.items()}
 
 
 # ---- guidance

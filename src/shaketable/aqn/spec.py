@@ -278,7 +278,8 @@ def _label(layers: Sequence[int], outside: bool, count: int) -> str:
 
 
 KEYS = tuple(f.name for f in fields(AQN) if f.name != "schedule")
-OWN = {"global_decay": ("stages",), "linear_decay": (), "epoch_aware": ("epochs",), "constant": ()}
+COUNTS = {"global_decay": ("stages",), "epoch_aware": ("epochs",)}
+"""Keys of a schedule's own."""
 EXAMPLES = {
     "global_decay": "global_decay:0.05-0.0005,stages=10",
     "linear_decay": "linear_decay:0.05-0.0005",
@@ -292,36 +293,33 @@ _PLUS = r"(?<![eE])\+"
 
 def _parse(line: str) -> AQN:
     """AQN from a line of text."""
-    schedule, pairs = _with_schedule(line)
-    given: dict[str, Any] = {}
-    for key, text in pairs.items():
-        check_word(f"key for {schedule.kind}", key, (*OWN[schedule.kind], *KEYS))
-        given[key] = _READ.get(key, str)(text)
-    return AQN(schedule, **given)
-
-
-def _with_schedule(line: str) -> tuple[Schedule, dict[str, str]]:
-    """The schedule that a line begins with, and the keys that are not its own."""
     head, *parts = line.strip().split(",")
-    pairs = dict[str, str]()
-    for part in parts:
-        key, _, value = (word.strip() for word in part.partition("="))
-        if not key or not value or key in pairs:
-            raise ShaketableError(f"{part.strip()!r} in {line.strip()!r} is not key=value, each key once")
-        pairs[key] = value
     kind, _, sigmas = (part.strip() for part in head.partition(":"))
-    check_word("schedule", kind, tuple(OWN))
-    own = {key: _whole(pairs.pop(key)) for key in OWN[kind] if key in pairs}
+    check_word("schedule", kind, EXAMPLES)
+    given: dict[str, Any] = {}
+    for part in parts:
+        key, _, text = (word.strip() for word in part.partition("="))
+        if not key or not text or key in given:
+            raise ShaketableError(f"{part.strip()!r} in {line.strip()!r} is not key=value, each key once")
+        check_word(f"key for {kind}", key, (*COUNTS.get(kind, ()), *KEYS))
+        given[key] = _READ.get(key, str)(text)
+    count = given.pop("stages", given.pop("epochs", None))
+    return AQN(_schedule(kind, sigmas, count), **given)
+
+
+def _schedule(kind: str, sigmas: str, count: int | None) -> Schedule:
+    """A schedule from its σ, and its number of stages or epochs."""
     if kind == "constant" and re.fullmatch(_NUMBER, sigmas):
-        return Constant(float(sigmas)), pairs
-    matches = [re.fullmatch(rf"\s*({_NUMBER})\s*-\s*({_NUMBER})\s*", text) for text in re.split(_PLUS, sigmas)]
+        return Constant(float(sigmas))
+    matches = [re.fullmatch(rf"({_NUMBER})-({_NUMBER})", text) for text in re.split(_PLUS, sigmas)]
     decays = [(float(match[1]), float(match[2])) for match in matches if match]
-    is_single = kind != "epoch_aware" or bool(own)
-    if kind == "constant" or len(decays) < len(matches) or (is_single and len(decays) > 1):
+    if kind == "constant" or len(decays) < len(matches) or (len(decays) > 1 and (kind != "epoch_aware" or count is not None)):
         raise ShaketableError(f"{sigmas!r} are not the σ of {kind}; write e.g. {EXAMPLES[kind]}")
     if kind == "epoch_aware":
-        return EpochAware.between(*decays[0], **own) if own else EpochAware(decays), pairs
-    return LinearDecay(*decays[0]) if kind == "linear_decay" else GlobalDecay(*decays[0], **own), pairs
+        return EpochAware(decays) if count is None else EpochAware.between(*decays[0], count)
+    if kind == "linear_decay":
+        return LinearDecay(*decays[0])
+    return GlobalDecay(*decays[0]) if count is None else GlobalDecay(*decays[0], count)
 
 
 def _shown(key: str, value: Any) -> str:
@@ -360,6 +358,8 @@ _READ: dict[str, Any] = {
     "multipliers": _multipliers,
     "zones": lambda text: {} if text == "on" else _factors(text),
     "seed": _whole,
+    "stages": _whole,
+    "epochs": _whole,
 }
 
 

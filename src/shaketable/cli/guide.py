@@ -22,9 +22,7 @@ STYLES = {"HIGH": "bold yellow", "LOW": "cyan", "BASE": ""}
 
 
 def guide(
-    diagnosis: Annotated[
-        Path, typer.Argument(metavar="DIAGNOSIS", help="Written by `locate --json FILE`, or a scan of the origin study.")
-    ],
+    diagnosis: Annotated[Path, typer.Argument(metavar="DIAGNOSIS", help="Written by `locate --json FILE`.")],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The AQN file to write, YAML.")],
     base_sigma: Annotated[float, typer.Option(help="σ of a layer to which no rule applies.")] = 0.05,
     schedule: Annotated[

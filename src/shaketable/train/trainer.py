@@ -75,11 +75,6 @@ class FaultyGRPO(GRPOTrainer):  # type: ignore[misc]
         self.sampling_seconds, self.sampled_tokens = 0.0, 0
         torch.manual_seed(key_of(self.key, "step", self.state.global_step))
 
-    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
-        once, sizes = zip(*((prompt, len(list(rows))) for prompt, rows in groupby(prompts)), strict=True)
-        ids, _, _ = super()._tokenize_prompts(list(once))
-        return [row for row, size in zip(ids, sizes, strict=True) for _ in range(size)], None, {}
-
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]]]:
         start = time.perf_counter()
         model = self.accelerator.unwrap_model(self.model)

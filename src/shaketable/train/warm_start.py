@@ -7,7 +7,7 @@ difference between seeds, and none of it was about the recipe.
 The phase is the same for every arm and seed of a study: its problems and their order come from a seed of its own, its learning
 rate from the size of the model, its loss is on the answers (the task's own, and the end token), and no fault acts in it. It is
 kept in the cache under the hash of all that determines it, weights and installation included: the first run makes it, behind
-a lock, and all others load it. Its file is checked by hash before a weight of the model is touched; a broken one is made again.
+a lock, and all others load it and check the hash of its weights.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
-import tempfile
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_model
 
 from shaketable.capture.reference import device_name
@@ -35,14 +34,13 @@ from shaketable.evaluate.tasks.task import train_problems
 from shaketable.faults.rng import key_of
 from shaketable.io.cache_folder import cache_folder
 from shaketable.io.locks import take
-from shaketable.io.replacing import sync
+from shaketable.io.replacing import replacing
 from shaketable.records.weight_hash import weights_hash
 from shaketable.train.config import RunConfig
 
 Tell = Callable[[str, dict[str, Any]], None]
 """Called with what happens in a run: `stage`, `step`, `evaluation`, `warning`."""
 SEED, BATCH, SCHEMA = 20_261_115, 64, 1
-WEIGHTS, FACTS = "model.safetensors", "warm-start.json"
 RATES = ((10_000_000, 1e-3), (1_000_000_000, 1e-4))
 """Learning rates by size; 1e-5 above the last."""
 
@@ -66,20 +64,18 @@ def warm_start(config: RunConfig, task: Task, model: Any, tokenizer: Any, tell: 
     rows = train_problems(task, config.warm_start * BATCH, lambda i: key_of(SEED, "warm", i))
     made_of = _made_of(config, task, model, rows)
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache_folder() / "warm-starts" / key
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:  # one process at a time makes or loads it
+    file = cache_folder() / "warm-starts" / f"{key}.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.with_suffix(".lock").open("w") as lock:  # one process at a time makes or loads it
         if not take(lock):
             tell("stage", {"text": "waiting for the warm start of another run"})
             take(lock, math.inf)
-        known = _checked(folder, tell)
-        if known is not None:
-            load_model(model, folder / WEIGHTS, device=str(model.device))
-            return {**known, "cached": True}
+        if file.exists():
+            return {**_load(file, model), "cached": True}
         pairs: list[Pair] = [(prompt_tokens(tokenizer, task, p), answer_tokens(tokenizer, p.answer)) for p in rows]
         losses = _train(config, model, tokenizer, pairs, made_of["lr"], tell)
         facts = {"key": key, **made_of, "first_loss": losses[0], "last_loss": losses[-1], "weights": weights_hash(model)}
-        _publish(model, facts, folder)
+        _keep(model, facts, file)
         return {**facts, "cached": False}
 
 
@@ -128,36 +124,23 @@ def _train(config: RunConfig, model: Any, tokenizer: Any, pairs: list[Pair], lr:
     return found
 
 
-def _checked(folder: Path, tell: Tell) -> dict[str, Any] | None:
-    """What a whole warm start says of itself; a broken one is taken away."""
-    if not folder.exists():
-        return None
+def _load(file: Path, model: Any) -> dict[str, Any]:
+    """Give the model the weights of a file; returns what it says of itself."""
     try:
-        known: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        if known["file"] == _file_hash(folder / WEIGHTS):
-            return {k: v for k, v in known.items() if k != "file"}
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    tell("warning", {"text": f"the warm start in {folder} is broken; it is made again"})
-    shutil.rmtree(folder)
-    return None
+        with safe_open(file, "pt") as opened:
+            facts: dict[str, Any] = json.loads(opened.metadata()["facts"])
+        load_model(model, file, device=str(model.device))
+        is_whole = weights_hash(model) == facts["weights"]
+    except (OSError, ValueError, LookupError, RuntimeError, SafetensorError):
+        is_whole = False
+    if not is_whole:
+        raise ShaketableError(f"the warm start in {file} is broken; remove it, and it is made again")
+    return facts
 
 
-def _file_hash(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _publish(model: Any, facts: dict[str, Any], folder: Path) -> None:
+def _keep(model: Any, facts: dict[str, Any], file: Path) -> None:
     try:
-        with tempfile.TemporaryDirectory(prefix=".making-", dir=folder.parent) as work:
-            made = Path(work) / "made"
-            made.mkdir()
-            save_model(model, str(made / WEIGHTS))
-            whole = {**facts, "file": _file_hash(made / WEIGHTS)}
-            (made / FACTS).write_text(json.dumps(whole, indent=1), encoding="utf-8")
-            for path in made.iterdir():
-                sync(path)
-            made.rename(folder)
-    except OSError as error:
-        raise ShaketableError(f"cannot keep the warm start in {folder}: {error.strerror or error}; make room") from error
+        with replacing(file, lasting=True) as draft:
+            save_model(model, str(draft), {"facts": json.dumps(facts)})
+    except (OSError, SafetensorError) as error:
+        raise ShaketableError(f"cannot keep the warm start in {file}: {error}; make room") from error
