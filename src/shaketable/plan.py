@@ -41,7 +41,7 @@ from pydantic import (
 from shaketable.errors import PlanError, first_problem, nearest
 from shaketable.faults import KINDS, Fault, FaultBase, Format, MagnitudeFault, make_fault
 from shaketable.io.yaml_file import read_yaml
-from shaketable.layer_ranges import Layers, parse_layers
+from shaketable.layer_ranges import join_layers, parse_layers
 
 T = TypeVar("T", bound=BaseModel)
 Level = Literal["module", "layer", "op"]
@@ -57,7 +57,7 @@ SITE_KEYS = ("point", "direction", "layers", "phase", "include")
 class Site(BaseModel):
     """Where and when: names at one level, which tensor, which way, which layers, which phases."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     level: Level
     names: tuple[str, ...]
@@ -66,41 +66,35 @@ class Site(BaseModel):
     """input, output, weight; what the fault prefers when empty."""
     direction: str = ""
     """forward, backward or both; both for operators and forward for the rest when empty."""
-    layers: Layers | None = None
+    layers: tuple[int, ...] | None = None
     """Only these decoder layers."""
     phase: tuple[str, ...] = ()
     """Only these phases; all when empty."""
     include: tuple[str, ...] = ()
     """What is left out by default and wanted here: lm_head, embedding, router, lora."""
 
-    @field_validator("layers", mode="before")
+    @field_validator("names", "point", "phase", "include")
     @classmethod
-    def _as_ranges(cls, layers: object) -> object:
-        return Layers.of(layers) if isinstance(layers, list | tuple) else layers
+    def _each_once(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(values))
 
-    @field_validator("names")
+    @field_validator("layers")
     @classmethod
-    def _has_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if not names or not all(names):
-            raise ValueError("a site needs a name after its level, such as module.linear, layer.3 or op.matmul")
-        if bad := next((n for n in names if re.search("[,;+]", n)), None):
-            raise ValueError(f"the name {bad!r} holds one of , ; + which separate names, keys and clauses")
-        return names
+    def _in_order(cls, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return None if layers is None else tuple(sorted(set(layers)))
 
     @model_validator(mode="after")
     def _names_are_valid(self) -> Site:
+        if not self.names or not all(self.names) or re.search("[,;+]", "".join(self.names)):
+            raise ValueError("a site needs names without , ; + after its level, such as module.linear, layer.3 or op.matmul")
         if self.level == "op":
             for name in self.names:
                 _one_of("operator family", name, (*OPS, "all"))
-        if self.level != "layer" and (twice := _first_repeated(self.names)):
-            raise ValueError(f"{twice} is named twice")
         if self.level == "layer" and self.names != ("all",):
             parse_layers("+".join(self.names))
         for key, valid in (("point", POINTS), ("phase", PHASES), ("include", INCLUDABLE)):
             for value in getattr(self, key):
                 _one_of(key, value, valid)
-            if twice := _first_repeated(getattr(self, key)):
-                raise ValueError(f"{key} names {twice} twice")
         if self.direction:
             _one_of("direction", self.direction, DIRECTIONS)
         return self
@@ -118,9 +112,10 @@ class Site(BaseModel):
 
     def text(self) -> str:
         """The site as the plan language writes it."""
-        keys = [(k, getattr(self, k)) for k in SITE_KEYS]
-        parts = [f"{k}={'+'.join(v) if isinstance(v, tuple) else v}" for k, v in keys if v not in ((), "", None)]
-        return ",".join([self.label, *parts])
+        layers = None if self.layers is None else join_layers(self.layers)
+        words = {"point": "+".join(self.point), "direction": self.direction, "layers": layers}
+        words |= {"phase": "+".join(self.phase), "include": "+".join(self.include)}
+        return ",".join([self.label, *(f"{key}={value}" for key, value in words.items() if value)])
 
 
 class Clause(BaseModel):
@@ -213,11 +208,6 @@ class Plan(BaseModel):
         clauses = tuple(c for item in items for c in _item(item))
         chosen = body.get("seed", 0) if seed is None else seed
         return _checked(cls, {"clauses": clauses, "seed": chosen}, name)
-
-
-def _first_repeated(values: tuple[str, ...]) -> str | None:
-    """The first value that occurs twice."""
-    return next((value for i, value in enumerate(values) if value in values[:i]), None)
 
 
 def _one_of(what: str, value: str, valid: tuple[str, ...] | dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """Bugs that users met, each through the public API."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -54,20 +52,6 @@ def test_an_activation_in_place_is_left_alone_when_off_and_hit_in_place_when_on(
         injection.close()
 
 
-@pytest.mark.parametrize(
-    ("plan", "twice"),
-    [
-        ("gain:1@module.linear,point=output+output", "point names output twice"),
-        ("gain:1@op.matmul+silu+matmul", "matmul is named twice"),
-        ("gain:1@module.linear+linear", "linear is named twice"),
-        ("gain:1@module.linear,phase=train+train", "phase names train twice"),
-    ],
-)
-def test_what_is_named_twice_is_refused(plan, twice):
-    with pytest.raises(PlanError, match=twice):
-        st.inject(nn.Linear(4, 4), plan)
-
-
 @pytest.mark.parametrize("clause", [1, 7])
 def test_a_clause_that_is_not_there_or_has_no_magnitude_cannot_be_set(clause):
     injection = st.inject(nn.Linear(4, 4), "gain:1@module.linear;mxfp4@module.linear", allow_inert=True)
@@ -89,19 +73,6 @@ def test_a_magnitude_that_cannot_be_set_changes_nothing(plan, magnitude, message
     with pytest.raises(PlanError, match=message):
         injection.set_magnitude(magnitude)
     assert injection.faults == before
-
-
-def test_a_plan_that_another_thread_closed_leaves_no_mode_on():
-    modes = torch.overrides._get_current_function_mode_stack
-    first = st.inject(nn.Linear(4, 4), "gain:1@op.matmul", allow_inert=True).enable()
-    thread = threading.Thread(target=first.close)
-    thread.start()
-    thread.join()
-    model = nn.Linear(4, 4)
-    second = st.inject(model, "gain:1@module.linear").enable()
-    assert modes() == []
-    model(X)
-    second.close()
 
 
 def test_a_model_with_an_open_injection_is_named_when_it_is_injected_again():

@@ -165,7 +165,6 @@ class ReadWeights(Weights):
     def copy(self):
         twin = copy.deepcopy(self.model)
         assert torch.equal(twin(X.to(self.clean["a.weight"].dtype)), self.clean_result())
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
 
     def clean_result(self):
         return X.to(self.clean["a.weight"].dtype) @ self.clean["a.weight"].T @ self.clean["b.weight"].T

@@ -26,7 +26,6 @@ from shaketable.errors import InertError, NoMatchError, ShaketableError
 from shaketable.faults import make_fault
 from shaketable.inject.attach import put_behind, refuse
 from shaketable.inject.injection import Injection
-from shaketable.layer_ranges import Layers
 from shaketable.ledger.ledger import Ledger
 from shaketable.plan import Clause, Plan, Site
 from shaketable.sites.match import targets
@@ -92,7 +91,7 @@ def _sites(aqn: AQN, group: Group, anatomy: Anatomy, alone: bool) -> list[Site]:
         beyond = tuple(role for role in aqn.roles if role == "linear")
     if alone and group.outside:
         return [Site(names=names, **here)]
-    sites = [Site(names=names, layers=Layers.of(group.layers), **here)] if group.layers else []
+    sites = [Site(names=names, layers=tuple(group.layers), **here)] if group.layers else []
     outside = [part.name for part in anatomy.parts if part.layer is None and part.role in beyond and part.weights]
     return [*sites, Site(names=tuple(outside), **here)] if group.outside and outside else sites
 

@@ -261,7 +261,7 @@ class AQN:
 def _layers(given: Any) -> tuple[int, ...] | None:
     if given is None or given == "all":
         return None
-    found = parse_layers(given).indices() if isinstance(given, str) else tuple(sorted(set(given)))
+    found = parse_layers(given) if isinstance(given, str) else tuple(sorted(set(given)))
     if not found or not all(isinstance(layer, int) and layer >= 0 for layer in found):
         raise ShaketableError(f"layers {given!r} are not indices from 0 on; leave them out for all")
     return found

@@ -225,7 +225,7 @@ def without(plan: Plan, skipped: Collection[int], model: nn.Module) -> Plan | No
 
 def _elsewhere(clause: Clause, skipped: Collection[int], anatomy: Anatomy) -> Clause | None:
     if clause.site.level == "op":
-        return None if clause.site.layers is not None and set(clause.site.layers.indices()) <= set(skipped) else clause
+        return None if clause.site.layers is not None and set(clause.site.layers) <= set(skipped) else clause
     hit = {target.part.layer for target in targets(clause, anatomy)}
     if hit <= set(skipped):
         return None

@@ -59,14 +59,12 @@ def top(x: Tensor, scope: Scope, block: int) -> Tensor:
     return join_blocks(parts.amax(-1, keepdim=True).expand_as(parts), x.shape[-1])
 
 
-class DeadZone(MagnitudeFault):
-    """0 where |y| < magnitude·max|y|: the underflow of a format with too little range."""
+class _Clipping(MagnitudeFault):
+    """A fault whose threshold is `magnitude` times a maximum. Values beyond it have no gradient."""
 
-    kind: Literal["dead_zone"] = "dead_zone"
     saves_input: ClassVar[bool] = True
-    magnitude: Magnitude = Field(le=1)
-    scope: Scope = "tensor"
-    """What the maximum is taken over."""
+    scope: Scope | Literal["absolute"] = "tensor"
+    """What the maximum is taken over; with `absolute`, which `saturation` alone has, the magnitude itself is the threshold."""
     block: int = Field(default=32, ge=1, lt=2**31)
     """Values that share one maximum when the scope is `block`."""
 
@@ -74,59 +72,57 @@ class DeadZone(MagnitudeFault):
     def tells(self) -> Literal["values", "rows", "whole"]:
         return "whole" if self.scope == "tensor" else "rows"
 
-    def _dead(self, x: Tensor) -> Tensor:
-        return wide(x).abs() < top(x, self.scope, self.block) * self.magnitude
+    def _unit(self, x: Tensor) -> Tensor | float:
+        return 1.0 if self.scope == "absolute" else top(x, self.scope, self.block)
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _is_beyond(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
         fast = gpu.clipped(x, self.kind, self.magnitude, self.scope, self.block)
-        return fast if fast is not None else x.masked_fill(self._dead(x), 0.0)
+        return fast if fast is not None else self._clipped(x)
 
     def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
         assert x is not None
         fast = gpu.clipped(x, self.kind, self.magnitude, self.scope, self.block, g)
-        return fast if fast is not None else g.masked_fill(self._dead(x), 0.0)
+        return fast if fast is not None else g.masked_fill(self._is_beyond(x), 0.0)
+
+
+class DeadZone(_Clipping):
+    """0 where |y| < magnitude·max|y|: the underflow of a format with too little range."""
+
+    kind: Literal["dead_zone"] = "dead_zone"
+    magnitude: Magnitude = Field(le=1)
+    scope: Scope = "tensor"
+
+    def _is_beyond(self, x: Tensor) -> Tensor:
+        return wide(x).abs() < self._unit(x) * self.magnitude
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        return x.masked_fill(self._is_beyond(x), 0.0)
 
     def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
         """The largest zeroed value as a fraction of its maximum: just under the threshold."""
         zeroed = usable_mask(clean, faulty, lanes) & (faulty == 0) & (clean != 0)
-        part = (wide(clean).abs() / top(clean, self.scope, self.block)).where(zeroed, -1.0).amax()
+        part = (wide(clean).abs() / self._unit(clean)).where(zeroed, -1.0).amax()
         return part.where(part >= 0, math.nan)
 
 
-class Saturation(MagnitudeFault):
+class Saturation(_Clipping):
     """Clamp to ±magnitude·max|y|, or to ±ceiling where an absolute ceiling is given."""
 
     kind: Literal["saturation"] = "saturation"
-    saves_input: ClassVar[bool] = True
-    scope: Scope | Literal["absolute"] = "tensor"
-    """What the maximum is taken over; with `absolute`, the magnitude itself is the ceiling."""
-    block: int = Field(default=32, ge=1, lt=2**31)
-    """Values that share one maximum when the scope is `block`."""
 
-    @property
-    def tells(self) -> Literal["values", "rows", "whole"]:
-        return "whole" if self.scope == "tensor" else "rows"
+    def _is_beyond(self, x: Tensor) -> Tensor:
+        return wide(x).abs() > self._unit(x) * self.magnitude
 
-    def _ceiling(self, x: Tensor) -> Tensor | float:
-        if self.scope == "absolute":
-            return float(self.magnitude)
-        return top(x, self.scope, self.block) * self.magnitude
-
-    def apply(self, x: Tensor, draw: Draw) -> Tensor:
-        fast = gpu.clipped(x, self.kind, self.magnitude, self.scope, self.block)
-        if fast is not None:
-            return fast
-        w, ceiling = wide(x), self._ceiling(x)
+    def _clipped(self, x: Tensor) -> Tensor:
+        w, ceiling = wide(x), self._unit(x) * self.magnitude
         return w.where(w <= ceiling, ceiling).where(w >= -ceiling, -ceiling).where(~w.isnan(), w).to(x.dtype)
-
-    def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
-        assert x is not None
-        fast = gpu.clipped(x, self.kind, self.magnitude, self.scope, self.block, g)
-        return fast if fast is not None else g.masked_fill(wide(x).abs() > self._ceiling(x), 0.0)
 
     def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
         cut = usable_mask(clean, faulty, lanes) & (clean != faulty)
-        unit = wide(faulty).abs()
-        if self.scope != "absolute":
-            unit = unit / top(clean, self.scope, self.block)
-        return unit.where(cut, math.nan).nanmedian()
+        return (wide(faulty).abs() / self._unit(clean)).where(cut, math.nan).nanmedian()

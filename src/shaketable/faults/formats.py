@@ -156,17 +156,19 @@ class _FP8(Format):
     """What shares one scale; `none` casts without scaling."""
     largest: ClassVar[float]
 
+    @staticmethod
+    def cast(x: Tensor, noise: Tensor | None) -> Tensor:
+        """Each value as the format holds it."""
+        raise NotImplementedError
+
     def _sharing(self) -> str:
         return self.scope
-
-    def _cast(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        raise NotImplementedError
 
     def _coded(self, x: Tensor, draw: Draw) -> Tensor:
         w = x.float()
         parts = split_blocks(w, 128) if self.scope == "block" else w
         scale = self._scale(parts)
-        coded = self._cast(parts / scale, self._noise(parts, draw)) * scale
+        coded = self.cast(parts / scale, self._noise(parts, draw)) * scale
         return (join_blocks(coded, x.shape[-1]) if self.scope == "block" else coded).to(x.dtype)
 
     def _scale(self, parts: Tensor) -> Tensor:
@@ -183,9 +185,7 @@ class FP8E4M3(_FP8):
 
     kind: Literal["fp8_e4m3"] = "fp8_e4m3"
     largest: ClassVar[float] = E4M3_MAX
-
-    def _cast(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        return to_e4m3(x, noise)
+    cast = staticmethod(to_e4m3)
 
 
 class FP8E5M2(_FP8):
@@ -193,6 +193,4 @@ class FP8E5M2(_FP8):
 
     kind: Literal["fp8_e5m2"] = "fp8_e5m2"
     largest: ClassVar[float] = E5M2_MAX
-
-    def _cast(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        return to_e5m2(x, noise)
+    cast = staticmethod(to_e5m2)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -26,20 +25,10 @@ from shaketable.plan import PHASES
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection
     from shaketable.inject.passes import Frame
-    from shaketable.ledger.ledger import Ledger, SiteLedger
+    from shaketable.ledger.ledger import Ledger
 
 
 _EVERY_MODEL = -1
-
-
-@dataclass
-class _Clause:
-    """Passes of a clause that has not changed a value yet."""
-
-    passes: int = 0
-    """Passes in which it was on."""
-    graded: int = 0
-    """Those of them that were computed for a backward pass."""
 
 
 class InertCheck:
@@ -55,8 +44,12 @@ class InertCheck:
         """Start over (a forked child has done nothing yet)."""
         self.phases = Counter(dict.fromkeys(PHASES, 0))
         """Passes of whole models. Others may be reading: no key is ever added."""
-        self.waiting = {i: _Clause() for i in range(len(self.injection.faults))}
+        self.waiting = set(range(len(self.injection.faults)))
         """The clauses that have not changed a value yet."""
+        self.passes: Counter[int] = Counter()
+        """By clause: passes in which it was on."""
+        self.graded: Counter[int] = Counter()
+        """Those of them that were computed for a backward pass."""
         self.moved: set[int] = set()
         """Clauses whose magnitude has been set: it may be small on purpose, and grow."""
         self._lock = Lock()
@@ -79,10 +72,10 @@ class InertCheck:
 
     def _count(self, owner: int, acts: tuple[bool, ...], graded: bool) -> None:
         with self._lock:
-            for i, clause in self.waiting.items():
+            for i in self.waiting:
                 if acts[i] and i in self.matched.get(owner, self.waiting):
-                    clause.passes += 1
-                    clause.graded += graded
+                    self.passes[i] += 1
+                    self.graded[i] += graded
 
     # ---- judging
 
@@ -107,24 +100,20 @@ class InertCheck:
             ledger: Where more is known than what this injection did.
         """
         with self._lock:  # before the ledger is read: what fires meanwhile must not be missed in passes that were counted
-            waiting = {i: replace(clause) for i, clause in self.waiting.items()}
+            waiting, counted, graded = sorted(self.waiting), self.passes.copy(), self.graded.copy()
         if not waiting:
             return {}
         sites = (self.injection.ledger if ledger is None else ledger).sites
         lines = {}
-        for i, clause in waiting.items():
-            if sites[i].measured().changed:
+        for i in waiting:
+            planned, fault, site = self.injection.plan.clauses[i], self.injection.faults[i], sites[i]
+            if fault != planned.fault:
+                self.moved.add(i)
+            if site.measured().changed:
                 with self._lock:
-                    self.waiting.pop(i, None)
-            elif (line := self._judged(i, clause, sites[i], trained, passes)) is not None:
-                lines[i] = line
+                    self.waiting.discard(i)
+            elif i not in self.moved or not site.forward + site.backward:
+                on = counted[i] if "forward" in planned.site.directions else graded[i] if trained else 0
+                if (line := why_inert(site, fault, on, passes)) is not None:
+                    lines[i] = line
         return lines
-
-    def _judged(self, i: int, clause: _Clause, site: SiteLedger, trained: bool, least: int) -> str | None:
-        planned, fault = self.injection.plan.clauses[i], self.injection.faults[i]
-        if fault != planned.fault:
-            self.moved.add(i)
-        if i in self.moved and site.forward + site.backward:
-            return None
-        passes = clause.passes if "forward" in planned.site.directions else clause.graded if trained else 0
-        return why_inert(site, fault, passes, least)

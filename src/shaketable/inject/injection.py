@@ -195,7 +195,6 @@ class Injection:
         """Switch on. Hooks are set the first time and stay until `close`."""
         if self.closed:
             raise PlanError("this injection is closed; make a new one with inject()")
-        operators.take_off_closed()
         for model in self.models:
             model.hook()
         self.tables.make()
@@ -215,7 +214,7 @@ class Injection:
     def close(self, *, check: bool = True) -> None:
         """Take every hook off. Raises `InertError` when a clause did nothing, unless `allow_inert`.
 
-        In another thread that enabled it, the operator mode stays, without effect, until that thread enables a plan.
+        In another thread that enabled it the operator mode stays, without effect.
         """
         if self.closed:
             return
@@ -472,7 +471,7 @@ class Injection:
             return
         frame = self.calls.open(entry, args, kwargs)
         outermost = not self.calls.stack
-        self.calls.push(frame)
+        self.calls.stack.append(frame)
         if outermost and self.push_mode():
             frame.counts["mode"] = 1
 

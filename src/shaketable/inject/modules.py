@@ -1,15 +1,12 @@
 """Module and layer sites: forward hooks that hand one tensor to the taps of a module, in the order of the plan.
 
-`Hook` is the base of everything that we register on a module. Copies and pickles of a model are clean: while any plan is
-active, `nn.Module.__getstate__` leaves out our hooks and marks, so a pickle can be read where Shaketable is not installed. In a
-class whose own `__getstate__` does not call torch's, our hooks become functions that do nothing.
+`Hook` is the base of everything that we register on a module. In copies and pickles of a model our hooks do nothing.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,14 +20,8 @@ from shaketable.inject.op import Tap
 from shaketable.inject.passes import Entry, Frame
 from shaketable.sites.engine_modules import is_engine_module
 
-# ---- hooks that are not copied
+# ---- hooks
 
-_state: Any = nn.Module.__getstate__
-_FLAGS = {
-    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
-}
-"""Where torch keeps hooks, and what it notes of them under the same numbers."""
 _plans = 0
 """How many plans are on models."""
 _skips_hook_guards = True
@@ -38,9 +29,9 @@ _skips_hook_guards = True
 
 
 def begin_plan() -> None:
-    """A plan is put on a model: copies are to be clean, and graphs are to be guarded by the hooks of their modules.
+    """A plan is put on a model: have dynamo guard graphs by the hooks of their modules.
 
-    Dynamo leaves that guard out, so it would run the graph of a clean model for a faulty one of the same class.
+    It leaves that guard out, and would run the graph of a clean model for a faulty one of the same class.
     """
     from torch._dynamo import config
 
@@ -48,28 +39,17 @@ def begin_plan() -> None:
     if not _plans:
         _skips_hook_guards = config.skip_nnmodule_hook_guards
         config.skip_nnmodule_hook_guards = False
-        type.__setattr__(nn.Module, "__getstate__", _clean_state)
     _plans += 1
 
 
 def end_plan() -> None:
-    """It is taken off; with the last one torch has its own function and its own guards back."""
+    """It is taken off; with the last one dynamo has its own guards back."""
     from torch._dynamo import config
 
     global _plans
     _plans -= 1
     if not _plans:
-        type.__setattr__(nn.Module, "__getstate__", _state)
         config.skip_nnmodule_hook_guards = _skips_hook_guards
-
-
-def _clean_state(module: nn.Module) -> dict[str, Any]:
-    state = {name: value for name, value in _state(module).items() if not name.startswith("_shaketable")}
-    for name, flags in _FLAGS.items():
-        ours = {number for number, hook in state[name].items() if isinstance(hook, Hook)}
-        for each in (name, *flags) if ours else ():
-            state[each] = OrderedDict((number, found) for number, found in state[each].items() if number not in ours)
-    return state
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -409,7 +409,15 @@ class Operators(TorchFunctionMode):
         return True
 
     def take_off(self) -> None:
-        _take_off(lambda mode: mode is self)
+        """Take our mode off in this thread, and leave those above it on."""
+        modes = torch.overrides._get_current_function_mode_stack()
+        if self not in modes:
+            return
+        above = modes[modes.index(self) + 1 :]
+        for _ in (self, *above):
+            torch.overrides._pop_mode()
+        for mode in above:
+            torch.overrides._push_mode(mode)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -524,21 +532,6 @@ def _change_result(where: Here | Traced, taps: list[Tap], result: Any) -> Any:
 
 
 never_compiled_alone(Operators.__torch_function__)
-
-
-def take_off_closed() -> None:
-    """Take the modes off in this thread whose injections another thread has closed: a thread cannot reach another's stack."""
-    _take_off(lambda mode: isinstance(mode, Operators) and mode.injection.closed)
-
-
-def _take_off(unwanted: Callable[[Any], bool]) -> None:
-    modes = torch.overrides._get_current_function_mode_stack()
-    lowest = next((i for i, mode in enumerate(modes) if unwanted(mode)), len(modes))
-    for _ in modes[lowest:]:
-        torch.overrides._pop_mode()
-    for mode in modes[lowest:]:
-        if not unwanted(mode):
-            torch.overrides._push_mode(mode)
 
 
 def _is_dynamos(caller: types.FrameType) -> bool:

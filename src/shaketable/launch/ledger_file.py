@@ -39,11 +39,6 @@ SHARE = 20
 TRIES = 20
 
 
-def pause_after(cost: float, before: float) -> float:
-    """Seconds to the next look, from what this write and the one before took; the first write pays for imports."""
-    return max(PAUSE, SHARE * min(cost, before))
-
-
 class KeptFile:
     """A JSON file, and the function that makes its content."""
 
@@ -114,7 +109,7 @@ class KeptFile:
             start = time.thread_time()
             self.catch_up()
             cost = time.thread_time() - start
-            pause, before = pause_after(cost, before), cost
+            pause, before = max(PAUSE, SHARE * min(cost, before)), cost  # the first write pays for imports
 
 
 class LedgerFile:
@@ -130,8 +125,6 @@ class LedgerFile:
         self.fork = False
         self.distributed: tuple[int, int] | None = None
         """Rank and number of ranks, of a process group that this process has joined, also when it has left it since."""
-        self._inherited = False
-        """Whether the process group is that of the parent, which this process is a fork of."""
         self.name = process_identity.ProcessName()
         """The last one known: a driver that has left its cluster is still the driver in the ledger."""
         self._begin()
@@ -155,8 +148,7 @@ class LedgerFile:
 
     def after_fork(self) -> None:
         """A forked child has a ledger of its own, which starts from zero."""
-        process_identity.note_fork()
-        self.distributed, self._inherited = None, self.process.group() is not None
+        self.distributed = None
         self.process.after_fork()
         self.engines.clear()
         self.name = self.name.child()
@@ -210,7 +202,7 @@ class LedgerFile:
 
     def note_rank(self) -> tuple[int, int] | None:
         """Remember the process group that this process is in now; the one that is remembered, if any."""
-        if self.distributed is None and not self._inherited and any(name in os.environ for name in ("RANK", "LOCAL_RANK")):
+        if self.distributed is None and any(name in os.environ for name in ("RANK", "LOCAL_RANK")):
             self.distributed = self.process.group()
         return self.distributed
 

@@ -79,8 +79,8 @@ class ProcessInjection:
     """The injection of a process, and the models that it has met."""
 
     def __init__(self, plan: Plan) -> None:
-        self._has_group_of_parent = False
-        """Whether the process group that this process seems to be in is that of the process it is a fork of."""
+        self._inherits_group = False
+        """Whether the process group is that of the parent, of which this process is a fork."""
         self.injection = Injection(plan, rank=self._rank_now, allow_inert=True)
         self.injection.how_to_end = "run the program without --plan"
         self.injection.calls = self.calls = CallsByTask(self.injection)
@@ -103,14 +103,13 @@ class ProcessInjection:
         self.injection.operators.make(_LOOSE, "", range(0))
 
     def group(self) -> tuple[int, int] | None:
-        """Rank and number of ranks of the process group that this process is in."""
-        is_joined = dist.is_available() and dist.is_initialized()
+        """Rank and number of ranks of the process group that this process has joined itself."""
+        is_joined = dist.is_available() and dist.is_initialized() and not self._inherits_group
         return (dist.get_rank(), dist.get_world_size()) if is_joined else None
 
     def _rank_now(self) -> int:
         group = self.group()
-        rank = rank_of_launcher() if group is None else group[0]
-        return rank if group is not None and not self._has_group_of_parent else process_identity.child_rank(rank)
+        return process_identity.child_rank(rank_of_launcher()) if group is None else group[0]
 
     @contextmanager
     def standing_aside(self) -> Iterator[None]:
@@ -141,7 +140,7 @@ class ProcessInjection:
         self.unmatched_models.clear()
         if self.reports is not None:
             self.reports.trained = False
-        self._has_group_of_parent = self.group() is not None
+        self._inherits_group = self._inherits_group or self.group() is not None
         self.calls.lock = threading.Lock()  # another thread of the parent may have held these
         self.attaching = threading.RLock()
 
@@ -299,7 +298,7 @@ def activate() -> None:
     process.reports = Reports(process.injection, _active.folder)
     atexit.register(_active.flush)
     process_identity.before_an_answer = _active.catch_up
-    os.register_at_fork(before=process_identity.count_fork, after_in_child=_active.after_fork)
+    os.register_at_fork(after_in_child=_active.after_fork)
     _flush_before_exit(_active)
     _note_rank_before_leaving(_active)
     _write_before_answers()

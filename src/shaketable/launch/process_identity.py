@@ -1,7 +1,6 @@
 """Which process of a program this one is: its name, the task it is busy with, and its rank where it has no process group.
 
-Processes that a program starts by itself (`multiprocessing`, `os.fork`) have no rank; how they were started tells them apart,
-in the same way in every run.
+Children of `multiprocessing` have no rank; the order in which they were started tells them apart, in every run alike.
 
 A framework of actors and tasks (Ray) puts its own functions here. An **actor** has a rank made from its parent, its class and
 its number: `Sampler#2` is the second Sampler that the driver made, in every run and in every life of the actor. It travels in
@@ -46,34 +45,10 @@ def rank_here() -> int:
     return int(os.environ.get(PLACE, "0").partition(":")[0])
 
 
-_forks: list[tuple[tuple[int, ...], int]] = []
-"""The forks between the program's first process and this one: who forked, and which fork of that process it was."""
-_forked = 0
-
-
-def count_fork() -> None:
-    """This process is about to fork."""
-    global _forked
-    _forked += 1
-
-
-def note_fork() -> None:
-    """This process has just been forked."""
-    global _forked
-    _forks.append((_child_number(), _forked))
-    _forked = 0
-
-
-def _child_number() -> tuple[int, ...]:
-    """Which child of which child of `multiprocessing` this is; empty for none."""
-    return tuple(getattr(multiprocessing.current_process(), "_identity", ()))
-
-
 def child_rank(rank: int) -> int:
-    """The rank of a process that a program has started by itself, given the rank of the program; that of others is `rank`."""
-    child = _child_number()
-    forks = [n for parent, n in _forks if parent == child]  # `multiprocessing` forks too, and then gives the child a number
-    return number(f"{rank} child {child} {forks}") if child or forks else rank
+    """The rank of a child of `multiprocessing`, given that of the program; `rank` itself for other processes."""
+    child = tuple(getattr(multiprocessing.current_process(), "_identity", ()))  # which child of which child it is
+    return number(f"{rank} child {child} []") if child else rank
 
 
 def label_here() -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from shaketable.errors import NoMatchError, PlanError, nearest
-from shaketable.layer_ranges import Layers, parse_layers
+from shaketable.layer_ranges import join_layers, parse_layers
 from shaketable.plan import Clause, Site
 from shaketable.sites.engine_modules import FUSED, is_engine_module, is_packed, reads_weight_of, why_not_experts
 from shaketable.sites.structure import ROLES, Anatomy, Part, class_name
@@ -47,14 +47,14 @@ def check_layers(site: Site, anatomy: Anatomy) -> None:
 def check_range(site: Site, count: int) -> None:
     """Raise when the site names layers beyond those that a model of so many has."""
     asked = _asked(site)
-    if asked and asked.last >= count:
-        raise NoMatchError(f"{site.text()}: layer {asked.last} is out of range; this model has layers 0-{count - 1}")
+    if asked and asked[-1] >= count:
+        raise NoMatchError(f"{site.text()}: layer {asked[-1]} is out of range; this model has layers 0-{count - 1}")
 
 
-def _asked(site: Site) -> Layers | None:
+def _asked(site: Site) -> tuple[int, ...] | None:
     """The layers that a site names; None where it names none, and empty where it means all."""
     if site.level == "layer":
-        return Layers(()) if site.names == ("all",) else parse_layers("+".join(site.names))
+        return () if site.names == ("all",) else parse_layers("+".join(site.names))
     return site.layers
 
 
@@ -103,7 +103,7 @@ def _nothing(site: Site, name: str, anatomy: Anatomy, wanted: list[Part]) -> str
     fused = FUSED.get(name)
     if fused is not None and any(is_engine_module(p.module) and p.name.endswith(f".{fused}") for p in anatomy.parts):
         return f"{site.text()}: {model} computes {name} inside of {fused}, for which write module.{fused}"
-    where = f" in layers {site.layers}" if site.layers else ""
+    where = f" in layers {join_layers(site.layers)}" if site.layers else ""
     names = {n for n in names if not n.isdigit()}
     return f"{site.text()}: nothing in {model} matches {name!r}{where}; {nearest(name, names | classes, shown=12)}"
 
