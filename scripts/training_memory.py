@@ -43,7 +43,7 @@ WAYS = (
     Way("all weights, one GPU", copies=1, references=1),
     Way("all weights, FSDP over 8, sampler on each (verl)", gpus=8, copies=1, references=1),
     Way("LoRA of rank 16, float32 base (`train --lora 16`)", rank=16, base=4),
-    Way("LoRA of rank 16, bfloat16 base (`benchmarks/lora_7b.py`)", rank=16, base=2),
+    Way("LoRA of rank 16, bfloat16 base", rank=16, base=2),
 )
 
 

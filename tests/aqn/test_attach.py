@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import shaketable as st
-from shaketable.aqn.spec import Zones
 from shaketable.errors import ShaketableError
 from tests import ROOT
 
@@ -120,7 +119,7 @@ def test_origin_24_what_hits_nothing_raises_at_once(tiny_llama):
         (st.AQN(ON, form="output", layers=[7]), "out of range"),
         (st.AQN(ON, multipliers={9: 2.0}), "layer 9 is out of range"),
         (st.AQN(ON, multipliers=dict.fromkeys(range(4), 0.0), form="output"), "multiplier 0"),
-        (st.AQN(ON, zones=Zones(edge=0.4)), "none of the layers .* is a middle one"),
+        (st.AQN(ON, zones=True, layers=[0, 3]), "none of these layers .* is a middle one"),
     ]
     for aqn, message in cases:
         with pytest.raises(st.NoMatchError, match=message):
@@ -133,7 +132,7 @@ def test_origin_24_what_hits_nothing_raises_at_once(tiny_llama):
 
 
 def test_zones_halve_the_middle_after_half_of_the_run(tiny_llama):
-    noise = st.AQN(ON, zones=Zones()).attach(tiny_llama, 10)
+    noise = st.AQN(ON, zones=True).attach(tiny_llama, 10)
     seen = []
     for step in (0, 4, 5, 9):
         noise.step = step

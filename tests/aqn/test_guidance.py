@@ -143,10 +143,7 @@ def with_probe(index, **fields):
         (plain() | {"num_layers": 10**12}, "must name each of the 1000000000000 layers once"),
         (plain(verdict="FAULT", layer=5), "names layer 5 of a model with 5 layers"),
         (with_probe(4, statistics=None), r"was made without statistics \(layer 4 has none\)"),
-        (
-            with_probe(1, statistics={"gain": 1.0, "kurtosi": 1.0}),
-            "layer 1 has no statistic 'kurtosis'; did you mean 'kurtosi'",
-        ),
+        (with_probe(1, statistics={"gain": 1.0, "instability": 1.0}), r"probes\.1\.statistics\.kurtosis: Field required"),
     ],
 )
 def test_what_is_no_complete_diagnosis_is_refused_in_one_line(diagnosis, words):

@@ -2,13 +2,12 @@
 
 import shaketable as st
 from shaketable.aqn.plot import sigmas
-from shaketable.aqn.spec import Zones
 
 DECAY = st.GlobalDecay(0.05, 0.0005, stages=10)
 
 
 def test_the_table_is_what_the_run_does(tiny_llama):
-    aqn = st.AQN(DECAY, multipliers={1: 2.0}, zones=Zones())
+    aqn = st.AQN(DECAY, multipliers={1: 2.0}, zones=True)
     table, noise = sigmas(aqn, 20, tiny_llama), aqn.attach(tiny_llama, 20)
     for step in range(20):
         noise.step = step

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shaketable as st
-from shaketable.aqn.spec import Zones
 from shaketable.errors import ShaketableError
 
 sigma = some.floats(min_value=1e-12, max_value=1e6)
@@ -27,7 +26,6 @@ def every_aqn(draw):
     named = some.sampled_from(sorted(layers)) if layers else some.integers(0, 40)
     form = draw(some.sampled_from(["weight", "output"]))
     roles = some.lists(some.sampled_from(["rmsnorm", "layernorm", "linear"]), min_size=1, max_size=3, unique=True)
-    zones = some.builds(Zones, edge=some.floats(0, 0.49), middle=factor, after=some.floats(0, 1))
     return st.AQN(
         draw(schedules),
         unit=draw(some.sampled_from(["relative", "absolute"])),
@@ -35,7 +33,7 @@ def every_aqn(draw):
         roles=("rmsnorm",) if form == "output" else draw(roles),
         layers=layers and sorted(layers),
         multipliers=draw(some.dictionaries(named, factor, max_size=4)),
-        zones=draw(some.none() | zones),
+        zones=draw(some.booleans()),
         where=draw(some.sampled_from(["rollout", "both"])),
         seed=draw(some.integers(-(2**63), 2**64 - 1)),
     )
@@ -55,10 +53,10 @@ LINES = {
         st.Constant(0.01), form="output", layers=[15], where="both", unit="absolute"
     ),
     "constant:1,roles=rmsnorm+linear,multipliers=0:2+27:0.5,zones=on,seed=7": st.AQN(
-        st.Constant(1), roles=("rmsnorm", "linear"), multipliers={0: 2, 27: 0.5}, zones=Zones(), seed=7
+        st.Constant(1), roles=("rmsnorm", "linear"), multipliers={0: 2, 27: 0.5}, zones=True, seed=7
     ),
-    " constant:0.01 , layers=0+4-6, zones=edge:0.1+after:1e-1 ": st.AQN(
-        st.Constant(0.01), layers=[0, 4, 5, 6], zones=Zones(edge=0.1, after=0.1)
+    " constant:0.01 , layers=0+4-6, zones=edge:0.25+middle:0.5+after:0.5 ": st.AQN(
+        st.Constant(0.01), layers=[0, 4, 5, 6], zones=True
     ),
     "linear_decay:0.05-0,unit=absolute": st.AQN(st.LinearDecay(0.05, 0.0), unit="absolute"),
 }
@@ -79,7 +77,8 @@ ERRORS = {
     "constant:0.05,stages=4": "unknown key for constant 'stages'",
     "constant:0.05,layers": "'layers' in .* is not key=value",
     "constant:0.05,seed=99999999999999999999": "seed .* has more than 64 bits",
-    "constant:0.05,multipliers=3": "is not NAME:FACTOR",
+    "constant:0.05,multipliers=3": "is not LAYER:FACTOR",
+    "constant:0.05,zones=edge:0.1": "zones are on, or left out",
     "constant:0.05,form=output,roles=linear": "roles are for form=weight",
     "constant:0.05,layers=0-1,multipliers=3:2": "multipliers name layer 3, which layers=0-1 leaves out",
     "constant:-1": "'-1' are not the σ of constant; write e.g. constant:0.01",

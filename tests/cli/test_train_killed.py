@@ -61,9 +61,7 @@ def in_checkpoint(step, part):
 
 MOMENTS = {
     "before the first checkpoint": (at_event("step", 1), None),
-    "in the first checkpoint": (in_checkpoint(2, "weights"), None),
     "between two checkpoints": (at_event("step", 3), 2),
-    "before a score is written": (at_event("evaluation", 3, before=True), 2),
     "after the weights of a checkpoint": (in_checkpoint(4, "weights"), 2),
     "with a draft of the seal": (in_checkpoint(4, "draft"), 2),
     "after the last checkpoint": (at_event("finished", 4, before=True), 4),

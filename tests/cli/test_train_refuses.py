@@ -85,12 +85,10 @@ def test_weights_that_are_no_numbers_are_never_saved(tmp_path):
     assert not (tmp_path / "run" / "model").exists()
 
 
-@pytest.mark.parametrize(("body", "what"), [("return None", "as the reward"), ("return float('nan')", "as the reward")])
-def test_a_task_that_rewards_nonsense_is_named(tmp_path, body, what):
+def test_a_task_that_rewards_nonsense_is_named(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from shaketable.evaluate.tasks import Arithmetic\n"
-        "class Mine(Arithmetic):\n    name = 'mine'\n"
-        f"    def reward(self, score):\n        {body}\n"
+        "class Mine(Arithmetic):\n    name = 'mine'\n    def reward(self, score): return float('nan')\n"
     )
     line = line_of(shaketable(tmp_path, *RUN, "nano", "--task", "mine.py:Mine", "--steps", "1", "--out", "run"))
-    assert "mine" in line and what in line
+    assert "mine" in line and "as the reward" in line

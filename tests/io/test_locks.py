@@ -39,12 +39,11 @@ def test_a_disk_without_locks_is_one_line_and_nobody_is_taken_for_a_worker(tmp_p
     assert not is_held(tmp_path, "one")
 
 
-@pytest.mark.parametrize(("wait", "gets"), [(30.0, True), (0.0, False)])
-def test_a_lock_that_is_given_back_meanwhile_is_waited_for(tmp_path, wait, gets):
+def test_a_lock_that_is_given_back_meanwhile_is_waited_for(tmp_path):
     first = held(tmp_path, "one")
     first.__enter__()
     later = threading.Timer(0.3, first.__exit__, (None, None, None))
     later.start()
-    with held(tmp_path, "one", wait=wait) as mine:
-        assert mine == gets
+    with held(tmp_path, "one", wait=30.0) as mine:
+        assert mine
     later.join()

@@ -18,7 +18,7 @@ FILE = Path(__file__).with_name("configs.txt")
 FRAMEWORKS = ("vllm", "verl", "ray", "gpu", "startup", "__main__")
 RESULTS = ("results",)
 """Modules of what was found; nobody sets it."""
-READ_FROM_OTHERS = {"aqn.guidance._Place", "aqn.guidance.LayerDiagnosis"}
+READ_FROM_OTHERS = {"aqn.guidance._Place", "aqn.guidance._Statistics", "aqn.guidance.LayerDiagnosis"}
 """Parts of files of others, which have more in them than we need."""
 
 

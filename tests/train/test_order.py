@@ -23,7 +23,7 @@ def test_order_is_part_of_a_run(tmp_path, order):
     assert any(zeros) == (order == "before")
 
 
-@pytest.mark.parametrize("fields", [{}, {"plan": "dead_zone:0.5@layer.2"}, {"plan": ZONE, "plan_in": "eval"}])
+@pytest.mark.parametrize("fields", [{}, {"plan": "dead_zone:0.5@layer.2"}])
 def test_order_without_a_fault_to_come_before_is_refused_before_the_run(fields):
     with pytest.raises(ShaketableError, match="order=before"):
         rehearse(small(aqn=f"{NOISE},order=before", **fields))

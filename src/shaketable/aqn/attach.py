@@ -85,7 +85,7 @@ def _sites(aqn: AQN, group: Group, anatomy: Anatomy, alone: bool) -> list[Site]:
     if aqn.form == "output":
         return [Site(level="layer", names=tuple(str(layer) for layer in group.layers), phase=phase)]
     here: dict[str, Any] = {"level": "module", "point": ("weight",), "phase": phase}
-    names, beyond = aqn.roles, aqn.roles
+    names = beyond = tuple(aqn.roles)
     if anatomy.is_moe:
         names = tuple(dict.fromkeys(role if role in ("linear", *NORMS) else MOE_NORM for role in aqn.roles))
         beyond = tuple(role for role in aqn.roles if role == "linear")

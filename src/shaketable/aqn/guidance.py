@@ -23,7 +23,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shaketable.aqn.schedules import NAMED
-from shaketable.errors import ShaketableError, check_word, first_problem, nearest
+from shaketable.errors import ShaketableError, check_word, first_problem
 
 if TYPE_CHECKING:
     from shaketable.aqn.spec import AQN
@@ -50,13 +50,13 @@ class Rule:
 
     def reason(self, value: float | None, middle: float | None) -> str | None:
         """What matched and its effect, for people; None where the rule does not apply, or the median gives no scale."""
-        if value is None or (self.times_median and (middle is None or middle <= 0)):
+        scale = middle if self.times_median else 1.0
+        if value is None or scale is None:
             return None
-        bound = self.threshold * middle if self.times_median and middle is not None else self.threshold
-        if not (value < bound if self.side == "below" else value > bound):
+        if not (value < self.threshold * scale if self.side == "below" else value > self.threshold * scale):
             return None
-        scale = f" × the median {middle:.4g}" if self.times_median else ""
-        return f"{self.statistic} {value:.4g} is {self.side} {self.threshold:g}{scale}: {self.why} (×{self.factor:g})"
+        times = f" × the median {scale:.4g}" if self.times_median else ""
+        return f"{self.statistic} {value:.4g} is {self.side} {self.threshold:g}{times}: {self.why} (×{self.factor:g})"
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,19 @@ LOW, HIGH = 0.8, 1.2
 # ---- diagnoses
 
 
+class _Statistics(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    gain: float | None
+    kurtosis: float | None
+    instability: float | None
+
+
 class _Place(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
     layer: int | None
-    statistics: dict[str, float | None] | None = None
+    statistics: _Statistics | None = None
     fault_class: str | None = None
 
 
@@ -146,11 +154,8 @@ class LayerDiagnosis(BaseModel):
 
     def statistic(self, field: str) -> list[float | None]:
         """One statistic of every layer, in order."""
-        found = {p.layer: p.statistics or {} for p in self.probes if p.layer is not None}
-        for layer, known in found.items():
-            if field not in known:
-                raise ShaketableError(f"layer {layer} has no statistic {field!r}; {nearest(field, known)}")
-        return [known[field] for _, known in sorted(found.items())]
+        found = {p.layer: getattr(p.statistics, field) for p in self.probes if p.layer is not None}
+        return [found[layer] for layer in range(self.num_layers)]
 
 
 # ---- guidance
@@ -218,7 +223,8 @@ class Guidance:
             "fault_layers": read.located,
             "target": target,
         }
-        return cls(metadata, base, schedule, _targeted(every, read, target), medians, _notes(medians))
+        notes = tuple(f"{scan} has no median above 0: the rules on it are left out" for scan, m in medians.items() if m is None)
+        return cls(metadata, base, schedule, _targeted(every, read, target), medians, notes)
 
     @property
     def high_priority_layers(self) -> list[int]:
@@ -257,8 +263,9 @@ class Guidance:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
+    """The median of the finite values, as a scale; None where it is not above 0."""
     finite = [v for v in values if v is not None and math.isfinite(v)]
-    return median(finite) if finite else None
+    return found if finite and (found := median(finite)) > 0 else None
 
 
 def _layer(
@@ -299,12 +306,3 @@ def _targeted(every: Sequence[LayerSigma], read: LayerDiagnosis, target: str) ->
     if not found:
         raise ShaketableError(f"--target healthy leaves no layer: the fault is in each of the {read.num_layers}")
     return found
-
-
-def _notes(medians: Mapping[str, float | None]) -> tuple[str, ...]:
-    shown = {
-        scan: "none, for no value is finite" if m is None else f"{m:.4g}" for scan, m in medians.items() if not (m and m > 0)
-    }
-    return tuple(
-        f"the median of {scan} is {m}: it gives no scale, and the rules on it are left out" for scan, m in shown.items()
-    )

@@ -16,10 +16,10 @@ stage begins a step early or late by rounding. `check` refuses a run in which no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from shaketable.errors import ShaketableError
 
@@ -108,12 +108,8 @@ class EpochAware(Schedule):
     """Each epoch has its own decay."""
 
     kind: ClassVar[str] = "epoch_aware"
-    epochs: tuple[tuple[float, float], ...]
+    epochs: Sequence[tuple[float, float]]
     """Start and end of each epoch's σ."""
-
-    if TYPE_CHECKING:
-
-        def __init__(self, epochs: Iterable[tuple[float, float]]) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "epochs", tuple((start, end) for start, end in self.epochs))
@@ -129,7 +125,7 @@ class EpochAware(Schedule):
         if epochs < 1:
             raise ShaketableError(f"epoch_aware needs at least one epoch, not {epochs}")
         bounds = accumulate((_between(start, end, e / epochs) for e in range(epochs + 1)), min)
-        return cls(pairwise(bounds))
+        return cls(tuple(pairwise(bounds)))
 
     def _at(self, step: int, total: int) -> float:
         epoch, over = divmod(step * len(self.epochs), total)

@@ -6,6 +6,8 @@ with a new z at every call; `order` says whether that is before or after a fault
 
     σ_l = schedule(step) · multiplier_l · zone factor(step)
 
+With `zones`, the middle half of the layers has half of its σ in the second half of the run.
+
 `groups` splits the layers into those that share one σ at every step. Each becomes one clause of a plan whose magnitude
 follows the schedule (`attach.py`); the table and the plot before a run are made from the same groups.
 
@@ -15,7 +17,7 @@ One line of text, `SCHEDULE:SIGMAS[,key=value…]`:
     linear_decay:0.05-0.0005
     epoch_aware:0.05-0.01+0.01-0.0005            or epoch_aware:0.05-0.0005,epochs=3
     constant:0.01,form=output,layers=15,where=both,unit=absolute,order=before
-    global_decay:0.05-0.0005,multipliers=0:2+27:0.5,zones=edge:0.2+middle:0.5+after:0.5     (zones=on for the usual ones)
+    global_decay:0.05-0.0005,multipliers=0:2+27:0.5,zones=on
 
 A YAML file is one of `shaketable guide` (key `aqn`): it has layer_sigma/base_sigma as multipliers, and `layers` in it names
 all layers with noise. One that has `srdd_metadata` and no
@@ -27,8 +29,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,33 +64,11 @@ CHOICES = {
     "where": ("rollout", "both"),
     "order": ("before", "after"),
 }
-
-
-@dataclass(frozen=True)
-class Zones:
-    """Layers at both edges keep their σ; those in the middle have less from some point of the run on."""
-
-    edge: float = 0.25
-    """Share of the layers, at each end, that are edge layers; rounded up."""
-    middle: float = 0.5
-    """Factor of the middle layers, later in the run."""
-    after: float = 0.5
-    """Part of the run after which it holds."""
-
-    def __post_init__(self) -> None:
-        for name in ("edge", "middle", "after"):
-            check_size(f"zones: {name}", getattr(self, name))
-        if self.edge >= 0.5 or self.after > 1:
-            raise ShaketableError(f"zones: edge lies below 0.5 and after at most at 1, not {self.edge:g} and {self.after:g}")
-
-    def is_middle(self, layer: int, count: int) -> bool:
-        """Whether a layer of a model with `count` layers is a middle one."""
-        edge = math.ceil(self.edge * count)
-        return edge <= layer < count - edge
-
-    def factor(self, middle: bool, step: int, total_steps: int) -> float:
-        """What σ is multiplied by."""
-        return self.middle if middle and step >= self.after * total_steps else 1.0
+EDGE, MIDDLE, AFTER = 0.25, 0.5, 0.5
+"""Zones: the share of the layers at each end that keep their σ, the factor of the others, and the part of the run after which
+it holds."""
+ZONES = f"edge:{EDGE}+middle:{MIDDLE}+after:{AFTER}"
+"""What `text` writes for `zones=on`; the names of published runs depend on it."""
 
 
 @dataclass(frozen=True)
@@ -116,17 +96,18 @@ class AQN:
 
     schedule: Schedule
     """σ over the steps."""
+    _: KW_ONLY
     unit: str = "relative"
     """σ in units of the weight's RMS (or of each output), or as it is (absolute)."""
     form: str = "weight"
     """Noise on the weights of norms, or on what decoder layers return (output)."""
-    roles: tuple[str, ...] = ("rmsnorm",)
+    roles: Sequence[str] = ("rmsnorm",)
     """Whose weights: rmsnorm, layernorm, linear; or norms by name, input_layernorm and post_attention_layernorm."""
-    layers: tuple[int, ...] | None = None
+    layers: Sequence[int] | None = None
     """Only these decoder layers; all of them, and the final norm, when None."""
-    multipliers: dict[int, float] = field(default_factory=dict)
+    multipliers: Mapping[int, float] = field(default_factory=dict)
     """Factors of single layers; 0 is no noise, and a layer without one has 1."""
-    zones: Zones | None = None
+    zones: bool = False
     """Less noise in the middle layers, later in the run."""
     where: str = "rollout"
     """Noise while sampling only, or in the forwards and backwards of training too (both)."""
@@ -134,23 +115,6 @@ class AQN:
     """Where a plan's fault acts on the same output of a layer: the noise is added before it, or after it."""
     seed: int = 0
     """Keys all noise."""
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            schedule: Schedule,
-            *,
-            unit: str = "relative",
-            form: str = "weight",
-            roles: str | Sequence[str] = ("rmsnorm",),
-            layers: str | Iterable[int] | None = None,
-            multipliers: Mapping[int, float] = ...,
-            zones: Zones | Mapping[str, float] | None = None,
-            where: str = "rollout",
-            order: str = "after",
-            seed: int = 0,
-        ) -> None: ...
 
     def __post_init__(self) -> None:
         def keep(name: str, value: Any) -> None:
@@ -165,10 +129,8 @@ class AQN:
         keep("multipliers", {int(layer): factor for layer, factor in self.multipliers.items()})
         for layer, factor in self.multipliers.items():
             check_size(f"multipliers: {layer}", factor)
-        if isinstance(self.zones, Mapping):
-            for name in self.zones:
-                check_word("key of zones", name, tuple(f.name for f in fields(Zones)))
-            keep("zones", Zones(**self.zones))
+        if not isinstance(self.zones, bool):
+            raise ShaketableError(f"zones are on, or left out, and not {self.zones}")
         if not -(2**63) <= self.seed < 2**64:
             raise ShaketableError(f"seed {self.seed} has more than 64 bits")
         if self.form == "output" and self.roles != ("rmsnorm",):
@@ -181,22 +143,23 @@ class AQN:
     @property
     def is_steady(self) -> bool:
         """Whether every layer has the same σ at every step."""
-        return self.schedule.steady and self.zones is None
+        return self.schedule.steady and not self.zones
 
     def groups(self, count: int) -> list[Group]:
         """The layers of a model with `count` layers, by their σ."""
         asked = [*(self.layers or ()), *self.multipliers]
-        if count == 0 and (asked or self.zones is not None or self.form == "output"):
+        if count == 0 and (asked or self.zones or self.form == "output"):
             raise NoMatchError("AQN on chosen layers, or on the outputs of layers: this model has no decoder layers")
         if asked and max(asked) >= count:
             raise NoMatchError(f"layer {max(asked)} is out of range; this model has layers 0-{count - 1}")
         whole = self.layers is None and self.form == "weight"
         found: dict[tuple[float, bool], list[int]] = {(1.0, False): []} if whole else {}
+        edge = math.ceil(EDGE * count)
         for layer in range(count) if self.layers is None else self.layers:
-            middle = self.zones is not None and self.zones.is_middle(layer, count)
+            middle = self.zones and edge <= layer < count - edge
             found.setdefault((self.multipliers.get(layer, 1.0), middle), []).append(layer)
-        if self.zones is not None and not any(middle for _, middle in found):
-            raise NoMatchError(f"zones: none of the layers of a model with {count} is a middle one; lower edge")
+        if self.zones and not any(middle for _, middle in found):
+            raise NoMatchError(f"zones: none of these layers of a model with {count} is a middle one")
         groups = []
         for (multiplier, middle), layers in found.items():
             outside = whole and (multiplier, middle) == (1.0, False)
@@ -208,7 +171,7 @@ class AQN:
 
     def sigma(self, group: Group, step: int, total_steps: int, base: float | None = None) -> float:
         """σ of a group's layers at a step; `base` replaces the schedule's."""
-        zone = self.zones.factor(group.middle, step, total_steps) if self.zones is not None else 1.0
+        zone = MIDDLE if group.middle and step >= AFTER * total_steps else 1.0
         return (self.schedule.sigma(step, total_steps) if base is None else base) * group.multiplier * zone
 
     def attach(
@@ -325,8 +288,8 @@ def _schedule(kind: str, sigmas: str, count: int | None) -> Schedule:
 def _shown(key: str, value: Any) -> str:
     if key == "layers":
         return join_layers(value)
-    if isinstance(value, Zones):
-        value = vars(value)
+    if key == "zones":
+        return ZONES
     if isinstance(value, Mapping):
         return "+".join(f"{k}:{number(v)}" for k, v in value.items())
     return "+".join(value) if isinstance(value, tuple) else str(value)
@@ -338,25 +301,21 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _factors(text: str) -> dict[str, float]:
-    """`0:2+27:0.5`, or `edge:0.2+after:0.5`."""
-    found: dict[str, float] = {}
-    for part in re.split(_PLUS, text):
-        match = re.fullmatch(rf"\s*(\w+)\s*:\s*({_NUMBER})\s*", part)
-        if not match or match[1] in found:
-            raise ShaketableError(f"{part.strip()!r} in {text!r} is not NAME:FACTOR, each name once; write e.g. 0:2+27:0.5")
-        found[match[1]] = float(match[2])
-    return found
-
-
 def _multipliers(text: str) -> dict[int, float]:
-    return {_whole(layer): factor for layer, factor in _factors(text).items()}
+    """`0:2+27:0.5`"""
+    found: dict[int, float] = {}
+    for part in re.split(_PLUS, text):
+        match = re.fullmatch(rf"\s*(\d+)\s*:\s*({_NUMBER})\s*", part)
+        if not match or int(match[1]) in found:
+            raise ShaketableError(f"{part.strip()!r} in {text!r} is not LAYER:FACTOR, each once; write e.g. 0:2+27:0.5")
+        found[int(match[1])] = float(match[2])
+    return found
 
 
 _READ: dict[str, Any] = {
     "roles": lambda text: tuple(part.strip() for part in text.split("+")),
     "multipliers": _multipliers,
-    "zones": lambda text: {} if text == "on" else _factors(text),
+    "zones": lambda text: True if text in ("on", ZONES) else text,
     "seed": _whole,
     "stages": _whole,
     "epochs": _whole,

@@ -33,7 +33,7 @@ MOMENTS = "optimizer.safetensors"
 
 @dataclass
 class TrainingSteps:
-    """All steps of a run; `until` does some of them."""
+    """The optimizer steps of a run, and what they need."""
 
     config: HardenConfig
     students: Students
@@ -42,7 +42,6 @@ class TrainingSteps:
     completions: OwnCompletions
     tell: Callable[[dict[str, Any]], None]
     """Called with what every step was."""
-    done: int = 0
     seconds: float = 0.0
     checked: set[int] = field(default_factory=set)
 
@@ -63,17 +62,8 @@ class TrainingSteps:
             return None
         return key_of(self.config.seed, "plan", step) % len(self.injections)
 
-    def until(self, end: int) -> None:
-        """Do the steps up to `end`."""
-        self.students.model.train()
-        try:
-            while self.done < end:
-                self._step(self.done)
-                self.done += 1
-        finally:
-            self.students.model.eval()
-
-    def _step(self, step: int) -> None:
+    def do(self, step: int) -> None:
+        """One step, by its number."""
         start = time.perf_counter()
         which = self.plan_at(step)
         injection = None if which is None else self.injections[which]
@@ -122,9 +112,8 @@ class TrainingSteps:
                 tensors[f"{name}.{i}"] = value.detach().reshape(-1).contiguous()
         save_file(tensors, str(folder / MOMENTS))
 
-    def load(self, folder: Path, done: int) -> None:
-        """Resume after `done` steps."""
-        self.done = done
+    def load(self, folder: Path) -> None:
+        """The moments that were saved there."""
         tensors = load_file(str(folder / MOMENTS), device=str(self.students.model.device))
         for i, parameter in enumerate(self.parameters):
             moments = {n: tensors[f"{n}.{i}"].view_as(parameter).clone() for n in ("exp_avg", "exp_avg_sq")}

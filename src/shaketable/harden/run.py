@@ -113,19 +113,22 @@ class Hardening:
         completions = OwnCompletions(config, self.source, self.tokenizer, self.students, self.decoder)
         self.injections = [inject(self.students.model, plan, allow_inert=True) for plan in self.plans]
         steps = TrainingSteps(config, self.students, self.injections, completions, self._tell_step)
+        first = 0
         if checkpoint is not None:
-            before = checkpoints.content(checkpoint)
-            steps.load(checkpoint, checkpoints.step_of(checkpoint))
+            first, before = checkpoints.step_of(checkpoint), checkpoints.content(checkpoint)
+            steps.load(checkpoint)
             steps.seconds = before["seconds"]
             for injection, counted in zip(self.injections, before["counted"], strict=True):
                 injection.enable().go_on(counted)
                 injection.disable()
+        self.students.model.train()
         try:
-            while steps.done < config.steps:
-                steps.until(min(config.steps, (steps.done // config.save_steps + 1) * config.save_steps))
-                if steps.done < config.steps:
-                    self._save(steps.done, steps)
+            for step in range(first, config.steps):
+                steps.do(step)
+                if (step + 1) % config.save_steps == 0 and step + 1 < config.steps:
+                    self._save(step + 1, steps)
         finally:
+            self.students.model.eval()
             self._close()
             if config.checkpointing:
                 self.students.model.gradient_checkpointing_disable()

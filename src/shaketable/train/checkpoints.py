@@ -4,7 +4,7 @@ TRL writes `checkpoint-N` file by file. Only when all of it is there does `seal`
 a finished file: a folder without the seal was cut off and is never resumed from. The seal carries the ledgers up to that step,
 and the counters that decide which fires are measured next.
 
-Once a checkpoint is sealed, the record of its run has the SHA-256 of each of its files (`bound`). What the record does not know
+Once a checkpoint is sealed, the record of its run has the SHA-256 of each of its files . What the record does not know
 is not resumed from, and what is not as it was saved is refused before anything of it is opened: Transformers keeps optimizer
 and random states in pickles. Older checkpoints go only after a newer one is sealed.
 """
@@ -61,18 +61,14 @@ def hashes(folder: Path) -> dict[str, str]:
     return found
 
 
-def bound(record: RunRecord) -> dict[Path, dict[str, str]]:
-    """The whole checkpoints that a record knows, oldest first, with the hashes of their files."""
-    known = {event["step"]: event["files"] for event in record.events("checkpoint")}
-    return {folder: known[step_of(folder)] for folder in sealed(record.folder) if step_of(folder) in known}
-
-
 def newest(record: RunRecord) -> Path | None:
     """The newest whole checkpoint that a record knows; raises unless it is what was saved."""
-    folder, files = next(reversed(bound(record).items()), (None, {}))
-    if folder is not None:
-        check(folder, files)
-    return folder
+    known = {event["step"]: event["files"] for event in record.events("checkpoint")}
+    folders = [folder for folder in sealed(record.folder) if step_of(folder) in known]
+    if not folders:
+        return None
+    check(folders[-1], known[step_of(folders[-1])])
+    return folders[-1]
 
 
 def made_of(record: RunRecord, now: dict[str, str]) -> dict[str, Any] | None:

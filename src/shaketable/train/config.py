@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from shaketable.io.config_model import ConfigModel
 
-PLAN_IN: dict[str, tuple[str, ...]] = {"both": ("rollout", "train"), "rollout": ("rollout",), "loss": ("train",), "eval": ()}
+PLAN_IN: dict[str, tuple[str, ...]] = {"both": ("rollout", "train"), "rollout": ("rollout",), "loss": ("train",)}
 """Where the plan acts in training, and the phases that means."""
 
 
@@ -69,8 +69,8 @@ class TrainConfig(RunConfig):
     """The faults: one line of the plan language, or a YAML file."""
     plan_seed: int | None = None
     """The plan's own seed; the run's when None."""
-    plan_in: Literal["both", "rollout", "loss", "eval"] = "both"
-    """Where the plan acts in training: both, rollout, loss, or eval (scores only)."""
+    plan_in: Literal["both", "rollout", "loss"] = "both"
+    """Where the plan acts in training: both, rollout or loss."""
     aqn: str | None = None
     """Noise in the sampler, e.g. global_decay:0.05-0.0005,stages=10, or a file of shaketable guide."""
     tis: float | None = Field(default=None, gt=0)
@@ -112,8 +112,8 @@ class TrainConfig(RunConfig):
             raise ValueError(f"micro_batch {self.micro_batch} does not divide the {total} answers of a step")
         if self.plan is None and self.plan_in != "both":
             raise ValueError(f"plan_in={self.plan_in} needs a plan")
-        if self.conditions is not None and (self.eval_plans or self.plan_in == "eval"):
-            raise ValueError("conditions replace eval_plans and plan_in=eval; give one or the other")
+        if self.conditions is not None and self.eval_plans:
+            raise ValueError("conditions replace eval_plans; give one or the other")
         if self.warmup >= self.steps and self.warmup:
             raise ValueError(f"a warm-up of {self.warmup} steps leaves nothing of a run of {self.steps}")
         return self

@@ -26,12 +26,10 @@ from shaketable.train.warm_start import BATCH, check_answers
 
 
 def train_plan(config: TrainConfig) -> Plan | None:
-    """The plan as it acts in training: each clause in its own phases and those of the run; None when it only evaluates."""
-    plan = evaluation_plan(config)
-    phases = PLAN_IN[config.plan_in]
-    if plan is None:
+    """The plan as it acts in training: each clause in its own phases and those of the run."""
+    if (plan := evaluation_plan(config)) is None:
         return None
-    entered = (*phases, "eval") if config.plan_in == "eval" else phases
+    entered = PLAN_IN[config.plan_in]
     clauses = []
     for clause in plan.clauses:
         own = tuple(p for p in (clause.site.phase or entered) if p in entered)
@@ -43,7 +41,7 @@ def train_plan(config: TrainConfig) -> Plan | None:
             )
         clauses.append(clause.model_copy(update={"site": clause.site.model_copy(update={"phase": own})}))
     seed = config.seed if config.plan_seed is None else config.plan_seed
-    return plan.model_copy(update={"clauses": tuple(clauses), "seed": seed}) if phases else None
+    return plan.model_copy(update={"clauses": tuple(clauses), "seed": seed})
 
 
 def evaluation_plan(config: TrainConfig) -> Plan | None:
@@ -65,9 +63,6 @@ def conditions_of(config: TrainConfig) -> list[Condition]:
     found = [Condition("clean")]
     if config.conditions is not None:
         return [*found, *(_scored(name, text, condition_seed(config)) for name, text in config.conditions.items())]
-    if config.plan_in == "eval" and (plan := evaluation_plan(config)) is not None and _forward(plan) != plan:
-        lost = next(c for c in plan.clauses if "forward" not in c.site.directions)
-        raise PlanError(f"{lost.text()} acts backward only, and with --plan-in eval there is no backward: it would do nothing")
     if (plan := evaluation_plan(config)) is not None and (seen := _forward(plan)) is not None:
         found.append(Condition.of("plan", seen))
     return [*found, *(_scored(text, text, config.eval_seed) for text in config.eval_plans)]
