@@ -107,14 +107,14 @@ def alone(case: Case, runs: int | None) -> dict[str, Any]:
 def measured(case: Case, runs: int) -> dict[str, Any]:
     """Healthy runs, then planted defects, with one engine."""
     from shaketable.integrations.vllm.engine import VLLMEngine
-    from shaketable.mismatch.results import as_json
+    from shaketable.io.strict_json import strict
 
     folder = checkpoint(case.model)
     longest = 64 if case.model == "moe" else 256
     arguments = {**SHAPE, "dtype": case.dtype, "enforce_eager": not case.compiled, "max_model_len": longest}
     started = time.perf_counter()
     engine = VLLMEngine.open(folder, arguments)
-    found: dict[str, Any] = {"started_in_s": round(time.perf_counter() - started, 1), "engine": as_json(engine.describe())}
+    found: dict[str, Any] = {"started_in_s": round(time.perf_counter() - started, 1), "engine": strict(engine.describe())}
     found["commit"] = commit()
     trainer = trained(folder, case.dtype)
     found["healthy"] = [one(trainer, engine, case.model, seed) for seed in range(runs)]

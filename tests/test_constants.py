@@ -7,7 +7,6 @@ more often. So whoever changes one of these changes it here too, and says what w
 import importlib
 
 import pytest
-import torch
 
 from shaketable.faults.rng import key_of, mix64
 
@@ -15,9 +14,6 @@ CONSTANTS = {
     # locate: no false alarm, and what is missed
     "numerics.intervals.ACCUMULATION": 2.0**-24,  # float32 inside of every kernel
     "numerics.intervals.TINY": 2.0**-125,  # what a device may flush to zero
-    "numerics.intervals.TOLERANCE": {
-        torch.float32: (128.0, 2.0**-24), torch.bfloat16: (6.0, 2.0**-8), torch.float16: (6.0, 2.0**-11),
-    },
     "locate.twins.LARGEST_EXPONENT": 3,
     # a plan that does nothing is an error, and a rare one is not
     "ledger.inert.ENOUGH": 256,

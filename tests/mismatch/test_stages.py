@@ -37,7 +37,7 @@ def test_a_planted_operator_is_named_in_bfloat16(name):
     assert found.stage == "operators" and f"the engine's {operator} (" in found.sentence, found.sentence
 
 
-@pytest.mark.parametrize(("plant", "kind"), [(planted.stale_layer, "stale"), (planted.swapped_heads, "permuted")])
+@pytest.mark.parametrize(("plant", "kind"), [(planted.stale_layer, "stale"), (planted.swapped_heads, "other_values")])
 def test_planted_weights_are_named(plant, kind):
     found = pairs.verdict(pairs.engine(plant=plant), recorded=1)
     assert (found.verdict, found.stage) == ("DEFECT", "weights")

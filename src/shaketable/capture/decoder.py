@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shaketable.capture.recorder import watched
 from shaketable.errors import UnavailableError
-from shaketable.numerics.decoder_operators import ROUTERS, OperatorCall, has_scale
+from shaketable.numerics.decoder_operators import ROUTERS, OperatorCall
 from shaketable.sites.structure import find_layers
 
 Phase = Literal["prefill", "decode"]
@@ -29,11 +29,13 @@ Visit = Callable[[OperatorCall, int], Tensor | None]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+"""Numbers of a config that a model multiplies by between its operators (Granite); such models are not judged."""
 
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """The parts of a decoder of Llama's shape: Llama, Mistral, Qwen 2 and 3, SmolLM, Granite, and others with their names."""
+    """The parts of a decoder of Llama's shape: Llama, Mistral, Qwen 2 and 3, SmolLM, and others with their names."""
 
     model: Any
     layers: list[nn.Module]
@@ -46,6 +48,8 @@ class DecoderParts:
     @classmethod
     def of(cls, model: Any) -> DecoderParts:
         """The parts of a model; an error in one line where it has another shape."""
+        if any(getattr(model.config, name, None) is not None for name in MULTIPLIERS):
+            raise UnavailableError(f"the operators of {type(model).__name__} are not known: its config has multipliers")
         layers, paths = find_layers(model)
         for layer in layers:
             lacks = [n for n in (*NORMS, "mlp") if n not in layer._modules]
@@ -108,8 +112,6 @@ class DecoderObserver:
             self._layer(index, layer, path)
         self.modules[d.norm] = ("rms_norm", None)
         self.modules[d.head] = ("lm_head", None)
-        if has_scale(d.model, "logits_scale"):
-            self.after[""] = lambda logits: self._between("logits_scale", "scale", None, logits, x=d.head)
 
     def restart(self, spans: Sequence[RowSpan | None]) -> None:
         """Begin another forward."""
@@ -121,7 +123,7 @@ class DecoderObserver:
     def _layer(self, index: int, layer: nn.Module, path: str) -> None:
         attention, own = f"{path}.self_attn", layer._modules["self_attn"]
         assert own is not None
-        self.before[path] = lambda x: self._begin(index, path, x)
+        self.before[path] = lambda x: self.made.update({f"{path}.in": x})
         self.modules[f"{path}.input_layernorm"] = ("rms_norm", index)
         self.before[attention] = lambda x: setattr(self, "rotating", (index, attention))
         self.after[attention] = lambda x: setattr(self, "rotating", None)
@@ -147,13 +149,6 @@ class DecoderObserver:
         self.modules |= {f"{path}.{name}": ("linear", index) for name in MLP}
         inputs = {"x": f"{path}.gate_proj", "up": f"{path}.up_proj"}
         self.before[f"{path}.down_proj"] = lambda x: self._between(f"{path}.act_fn", "activation", index, x, **inputs)
-
-    def _begin(self, index: int, path: str, x: Tensor) -> Tensor | None:
-        """The residual stream before a layer; embeddings may have been scaled before the first."""
-        is_scaled = index == 0 and has_scale(self.decoder.model, "embedding_scale")
-        changed = self._between("embedding_scale", "scale", None, x, x=self.decoder.embedding) if is_scaled else None
-        self.made[f"{path}.in"] = x if changed is None else changed
-        return changed
 
     def _attention(self, index: int, path: str, output: Tensor) -> Tensor | None:
         names = {"q": f"{path}.rotary_q", "k": f"{path}.rotary_k", "v": f"{path}.v_proj"}
@@ -235,7 +230,7 @@ class DecoderObserver:
         if changed is None:
             return None
         # nothing reads logits in the model's dtype, and rounding would hide a difference in float32
-        dtype = changed.dtype if name == "logits_scale" or kind == "lm_head" else output.dtype
+        dtype = changed.dtype if kind == "lm_head" else output.dtype
         return changed.reshape(output.shape).to(output.device, dtype)
 
     def _row(self, x: Tensor, row: int, span: RowSpan) -> Tensor:

@@ -18,7 +18,6 @@ stored beside it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,16 +114,15 @@ class Fingerprint:
 
     def save(self, path: Path | str) -> None:
         """Write all of it as one safetensors file, or nothing: written beside its place, then moved there."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         path, about = Path(path), self.about.model_dump_json(by_alias=True)
+        contents = save(self.tensors, metadata={"shaketable": about, "sha256": digest(about, self.tensors)})
         try:
             with replacing(path.resolve()) as draft:
-                save_file(self.tensors, draft, metadata={"shaketable": about, "sha256": digest(about, self.tensors)})
-                os.chmod(draft, 0o666 & ~_umask())
-        except (OSError, SafetensorError) as error:
-            raise FingerprintError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+                draft.write_bytes(contents)
+        except OSError as error:
+            raise FingerprintError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def op_name(layer: int | None, label: str) -> str:
@@ -257,13 +255,6 @@ def _store_outside(store: _Tensors, traced: Trace, model: nn.Module, reference: 
 
 
 # ---- reading
-
-
-def _umask() -> int:
-    """The rights this process takes from new files; safetensors takes all from others, and a fingerprint is to be shared."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def read_fingerprint(path: Path) -> Fingerprint:

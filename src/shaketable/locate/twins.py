@@ -1,22 +1,21 @@
 """Twins: ask the device for the same function with other numbers.
 
 A *space* is a vector of channels that a layer passes on: the residual stream, a norm's output, the queries, the values, the
-hidden channels of the MLP. A *map* is a matrix between two spaces. A *circuit* says which map reads and writes which space. A
-*gauge* gives every space another basis, in which the layer computes the same function; docs/locate.md has the table.
+hidden channels of the MLP. `MAPS` and `NORMS` say which module reads and writes which. A *gauge* gives every space another
+basis, in which the layer computes the same function; docs/locate.md has the table.
 
 Signs and powers of two are exact in IEEE arithmetic, so a healthy device must return the same bits, and the tolerance is zero.
 Powers of two are used only where every value of the call and of its twin stays normal, which is checked. Weights are swapped
 inside of the module on the device: a copy would have its own memory, and may be given other kernels.
 
-Only architectures in `WIRINGS` have a circuit; anything else gets a reason instead. The modules of the layer must be exactly
-those that the wiring explains.
+Twins are known for layers of Llama's shape whose modules are exactly those of the tables; any other layer gets a reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,299 +25,133 @@ from shaketable.capture.recorder import Recording, channels, differing, main_res
 from shaketable.numerics.operators import leaf_of
 from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
-WIRINGS = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "phi3", "mixtral", "qwen2_moe", "qwen3_moe"), "llama"),
-    **dict.fromkeys(("gemma2", "gemma3_text", "gemma3"), "gemma"),
-    "gpt2": "gpt2",
-}
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 LARGEST_EXPONENT = 3
-
-
-# ---- circuits
-
-
-@dataclass(frozen=True)
-class Map:
-    """A matrix that reads one space and writes one or more, side by side."""
-
-    parameter: str
-    """Path of the weight inside of the layer."""
-    reads: str
-    writes: tuple[str, ...]
-    bias: str | None = None
-    layout: str = "out,in"
-    """`out,in` (Linear), `in,out` (Conv1D) or `expert,out,in`."""
-
-    @property
-    def module(self) -> str:
-        """Path of the module."""
-        return self.parameter.rsplit(".", 1)[0]
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A norm that reads one space and writes another of the same size."""
-
-    module: str
-    reads: str
-    writes: str
-    kind: str
-    """`rmsnorm`, `rmsnorm_late`, `rmsnorm_one` (times 1 + weight) or `layernorm`."""
-    eps: str = "variance_epsilon"
+MAPS = {
+    "self_attn.q_proj": ("attention in", "q"),
+    "self_attn.k_proj": ("attention in", "k"),
+    "self_attn.v_proj": ("attention in", "v"),
+    "self_attn.o_proj": ("mixed", "stream"),
+    "mlp.gate_proj": ("mlp in", "gate"),
+    "mlp.up_proj": ("mlp in", "up"),
+    "mlp.down_proj": ("hidden", "stream"),
+}
+"""By the path of each Linear in the layer: the space that it reads, and the one that it writes."""
+NORMS = {"input_layernorm": ("stream", "attention in"), "post_attention_layernorm": ("stream", "mlp in")}
+MODULES = MAPS | NORMS
+HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+"""Norms of queries and keys, one weight for all heads; some architectures have them."""
+Gauge = dict[str, Tensor]
+"""By space: the factor of each channel, as the twin has it over the original."""
 
 
 @dataclass(frozen=True)
 class Circuit:
-    """The wiring of one layer."""
+    """The sizes of one layer's spaces, and how its attention divides them."""
 
     sizes: dict[str, int]
-    maps: tuple[Map, ...]
-    norms: tuple[Norm, ...]
     head: int
     """Channels of a head."""
     groups: int
     """Query heads per key/value head."""
     rotary: int
     """Channels of a head that are rotated in pairs (i, i + rotary/2)."""
-    head_norms: tuple[str, ...] = ()
-    """Norms of the queries and keys, one weight for all heads."""
-    routed: bool = False
-    causal: bool = False
+    has_head_norms: bool
+    is_causal: bool
     """Whether a token sees none of those behind it."""
 
-    def inputs(self) -> dict[str, str]:
-        """The space each module reads."""
-        return {m.module: m.reads for m in self.maps} | {n.module: n.reads for n in self.norms}
-
-    def outputs(self) -> dict[str, tuple[str, ...]]:
-        """The spaces each module writes, side by side; stacked experts are left out, as they are not called one by one."""
-        maps = {m.module: m.writes for m in self.maps if m.layout != "expert,out,in"}
-        return maps | {n.module: (n.writes,) for n in self.norms}
-
-
-class _UnwiredError(Exception):
-    """The layer is not what the wiring says."""
+    def same_basis(self) -> Gauge:
+        """The gauge that changes nothing."""
+        return {name: torch.ones(size) for name, size in self.sizes.items()}
 
 
 def circuit_of(layer: nn.Module, config: Any) -> Circuit | str:
     """The wiring of a reference's layer, or the reason why there is none."""
     text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
     kind = getattr(text, "model_type", None)
-    wiring = WIRINGS.get(kind or "")
-    if wiring is None:
+    if kind not in ARCHITECTURES:
         return f"no symmetries are known for the architecture {kind or type(layer).__name__}"
-    try:
-        return _Wiring(layer, text).circuit(wiring)
-    except (AttributeError, _UnwiredError) as error:
-        return f"this {kind} layer is not wired as expected: {error}"
-
-
-class _Wiring:
-    """Collects the maps and norms of one layer."""
-
-    def __init__(self, layer: nn.Module, config: Any) -> None:
-        self.layer, self.config = layer, config
-        self.sizes: dict[str, int] = {}
-        self.maps: list[Map] = []
-        self.norms: list[Norm] = []
-
-    def circuit(self, wiring: str) -> Circuit:
-        config, is_gpt2 = self.config, wiring == "gpt2"
-        heads = config.num_attention_heads
-        pairs, head, rotary, routed = heads, config.hidden_size // heads, 0, False
-        if not is_gpt2:
-            pairs, head = config.num_key_value_heads, getattr(config, "head_dim", None) or head
-            rotary = int(head * (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0))
-        self.sizes.update(stream=config.hidden_size, q=heads * head, k=pairs * head, v=pairs * head, mixed=heads * head)
-        if is_gpt2:
-            self._gpt2()
-        else:
-            self._attention(post="attended" if wiring == "gemma" else "stream")
-            routed = self._feed_forward(post="fed" if wiring == "gemma" else "stream")
-            self._norms(wiring)
-        self._check_explained()
-        attention = self.layer.get_submodule("attn" if is_gpt2 else "self_attn")
-        head_norms = tuple(n for n in ("q_norm", "k_norm") if n in attention._modules)
-        causal = getattr(attention, "is_causal", False) is True
-        parts = (self.sizes, tuple(self.maps), tuple(self.norms))
-        return Circuit(*parts, head, heads // pairs, rotary, head_norms, routed, causal)
-
-    def _map(self, path: str, reads: str, *writes: str, parameter: str = "weight", layout: str = "out,in") -> None:
-        bias = f"{path}.bias" if self.layer.get_submodule(path)._parameters.get("bias") is not None else None
-        self.maps.append(Map(f"{path}.{parameter}", reads, writes, bias, layout))
-
-    def _norm(self, path: str, reads: str, writes: str) -> None:
-        module = self.layer.get_submodule(path)
-        leaf = leaf_of(module)
-        if leaf is None or "norm" not in leaf.kind:
-            raise _UnwiredError(f"{path} is a {type(module).__name__}, a norm without a definition")
-        eps = "variance_epsilon" if "variance_epsilon" in vars(module) else "eps"
-        self.norms.append(Norm(path, reads, writes, leaf.kind, eps))
-        self.sizes[reads] = self.sizes[writes] = self.sizes["stream"]
-
-    def _attention(self, post: str) -> None:
-        if "qkv_proj" in self.layer.get_submodule("self_attn")._modules:
-            self._map("self_attn.qkv_proj", "n1", "q", "k", "v")
-        else:
-            for name in "qkv":
-                self._map(f"self_attn.{name}_proj", "n1", name)
-        self._map("self_attn.o_proj", "mixed", post)
-
-    def _feed_forward(self, post: str) -> bool:
-        """Maps of the MLP, or of its experts; whether there are experts."""
-        parts = dict(self.layer.get_submodule("mlp").named_children())
-        if "experts" not in parts:
-            self._gated("mlp", "", post, parts)
-            return False
-        self._map("mlp.gate", "n2", "choice")
-        self._map("mlp.experts", "n2", "gate", "up", parameter="gate_up_proj", layout="expert,out,in")
-        self._map("mlp.experts", "hidden", post, parameter="down_proj", layout="expert,out,in")
-        experts: Any = parts["experts"]
-        self.sizes["choice"] = experts.num_experts
-        self.sizes.update(dict.fromkeys(("gate", "up", "hidden"), experts.down_proj.shape[-1]))
-        if "shared_expert" in parts:
-            self._gated("mlp.shared_expert", "shared ", post, dict(parts["shared_expert"].named_children()))
-            self._map("mlp.shared_expert_gate", "n2", "shared choice")
-            self.sizes["shared choice"] = 1
-        return True
-
-    def _gated(self, path: str, prefix: str, post: str, parts: dict[str, Any]) -> None:
-        if "gate_up_proj" in parts:
-            self._map(f"{path}.gate_up_proj", "n2", f"{prefix}gate", f"{prefix}up")
-        else:
-            self._map(f"{path}.gate_proj", "n2", f"{prefix}gate")
-            self._map(f"{path}.up_proj", "n2", f"{prefix}up")
-        self._map(f"{path}.down_proj", f"{prefix}hidden", post)
-        self.sizes.update({f"{prefix}{name}": parts["down_proj"].in_features for name in ("gate", "up", "hidden")})
-
-    def _norms(self, wiring: str) -> None:
-        self._norm("input_layernorm", "stream", "n1")
-        if wiring == "gemma":
-            self._norm("post_attention_layernorm", "attended", "stream")
-            self._norm("pre_feedforward_layernorm", "stream", "n2")
-            self._norm("post_feedforward_layernorm", "fed", "stream")
-        else:
-            self._norm("post_attention_layernorm", "stream", "n2")
-
-    def _gpt2(self) -> None:
-        self._norm("ln_1", "stream", "n1")
-        self._norm("ln_2", "stream", "n2")
-        self._map("attn.c_attn", "n1", "q", "k", "v", layout="in,out")
-        self._map("attn.c_proj", "mixed", "stream", layout="in,out")
-        self._map("mlp.c_fc", "n2", "gate", layout="in,out")
-        self._map("mlp.c_proj", "hidden", "stream", layout="in,out")
-        width = self.layer.get_submodule("mlp.c_fc").get_parameter("weight").shape[1]
-        self.sizes.update(gate=width, hidden=width)
-
-    def _check_explained(self) -> None:
-        """Every parameter must belong to a map or a norm."""
-        known = {m.module for m in self.maps} | {n.module for n in self.norms}
-        for path, module in self.layer.named_modules():
-            if path in known or path.rsplit(".", 1)[-1] in ("q_norm", "k_norm"):
-                continue
-            if own := [name for name, p in module._parameters.items() if p is not None]:
-                raise _UnwiredError(f"{path}.{own[0]} is not explained")
+    modules: dict[str, Any] = dict(layer.named_modules())
+    leaves = {path: leaf_of(modules[path]) for path in MODULES if path in modules}
+    for path, module in modules.items():
+        if path not in (*MODULES, *HEAD_NORMS) and any(p is not None for p in module._parameters.values()):
+            return f"this {kind} layer is not wired as expected: {path} has parameters of its own"
+    for path in MODULES:
+        kinds = ("linear",) if path in MAPS else ("rmsnorm", "rmsnorm_late")
+        if (leaf := leaves.get(path)) is None or leaf.kind not in kinds:
+            return f"this {kind} layer is not wired as expected: {path} is no {kinds[0]}"
+    heads, pairs = text.num_attention_heads, text.num_key_value_heads
+    sizes = {space: modules[path].out_features for path, (_, space) in MAPS.items()}
+    sizes |= {space: modules[path].in_features for path, (space, _) in MAPS.items()}
+    head = sizes["q"] // heads
+    rotary = int(head * (getattr(text, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0))
+    is_causal = getattr(modules["self_attn"], "is_causal", False) is True
+    return Circuit(sizes, head, heads // pairs, rotary, HEAD_NORMS[0] in modules, is_causal)
 
 
 # ---- gauges
 
 
-@dataclass
-class Gauge:
-    """A new basis for every space: a factor per channel."""
-
-    spaces: dict[str, Tensor]
-    """Factor of each channel, as the twin has it over the original."""
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    """Factors of parameters that are not maps: norms, by their path in the layer."""
-    attributes: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Factor of a module's number: eps."""
-
-
 def draw_gauge(circuit: Circuit, seed: int, powers: bool) -> Gauge:
     """Random signs, and powers of two if asked, for every space that has that freedom; the rest follows from them."""
     generator = torch.Generator().manual_seed(seed)
-    is_centred, size = any(n.kind == "layernorm" for n in circuit.norms), circuit.sizes["stream"]
-    stream = -torch.ones(size) if is_centred else _factors(size, generator, powers=False)
-    if powers and not any(n.writes == "stream" for n in circuit.norms):
-        stream = stream * 2.0**LARGEST_EXPONENT
-    spaces = {name: torch.ones(size) for name, size in circuit.sizes.items()}
-    spaces.update({name: stream for name in ("stream", "attended", "fed") if name in spaces})
-    free = [n.writes for n in circuit.norms if n.kind != "rmsnorm_one" and n.writes != "stream"]
-    for space in (*free, "v", "up", "shared up"):
-        if space in spaces:
-            spaces[space] = _factors(circuit.sizes[space], generator, powers)
+
+    def factors(n: int, powers: bool) -> Tensor:
+        signs = torch.randint(0, 2, (n,), generator=generator).float() * 2 - 1
+        if not powers:
+            return signs
+        exponents = torch.randint(-LARGEST_EXPONENT, LARGEST_EXPONENT + 1, (n,), generator=generator)
+        return signs * torch.exp2(exponents.float())
+
+    gauge = circuit.same_basis()
+    gauge["stream"] = factors(circuit.sizes["stream"], False) * (2.0**LARGEST_EXPONENT if powers else 1.0)
+    for space in ("attention in", "mlp in", "v", "up"):
+        gauge[space] = factors(circuit.sizes[space], powers)
     keys, half = [], circuit.rotary // 2
     for _ in range(circuit.sizes["k"] // circuit.head):
-        drawn = _factors(circuit.head, generator, powers and not circuit.head_norms)
+        drawn = factors(circuit.head, powers and not circuit.has_head_norms)
         keys += [drawn[:half], drawn[:half], drawn[2 * half :]]  # both channels of a rotated pair alike
-    spaces["k"] = torch.cat(keys)
-    spaces["mixed"] = spaces["v"].view(-1, circuit.head).repeat_interleave(circuit.groups, 0).flatten()
-    spaces["q"] = (1 / spaces["k"]).view(-1, circuit.head).repeat_interleave(circuit.groups, 0).flatten()
-    for prefix in ("", "shared "):
-        if f"{prefix}up" in spaces:
-            spaces[f"{prefix}hidden"] = spaces[f"{prefix}up"]
-    gauge, signs, scale = Gauge(spaces), stream.sign(), float(stream[0].abs())
-    for norm in circuit.norms:
-        if scale != 1:
-            gauge.attributes[norm.module, norm.eps] = scale * scale
-        if norm.kind == "rmsnorm_one":
-            spaces[norm.writes] = signs
-            continue
-        gauge.weights[f"{norm.module}.weight"] = spaces[norm.writes] * signs
-        if norm.kind == "layernorm":
-            gauge.weights[f"{norm.module}.bias"] = spaces[norm.writes]
+    gauge["k"] = torch.cat(keys)
+    gauge["mixed"] = gauge["v"].view(-1, circuit.head).repeat_interleave(circuit.groups, 0).flatten()
+    gauge["q"] = (1 / gauge["k"]).view(-1, circuit.head).repeat_interleave(circuit.groups, 0).flatten()
+    gauge["hidden"] = gauge["up"]
     return gauge
 
 
-def _factors(n: int, generator: torch.Generator, powers: bool) -> Tensor:
-    signs = torch.randint(0, 2, (n,), generator=generator).float() * 2 - 1
-    if not powers:
-        return signs
-    return signs * torch.exp2(torch.randint(-LARGEST_EXPONENT, LARGEST_EXPONENT + 1, (n,), generator=generator).float())
-
-
-def _rescaled(layer: nn.Module, circuit: Circuit, gauge: Gauge) -> dict[str, Tensor]:
+def _rescaled(layer: nn.Module, gauge: Gauge) -> dict[str, Tensor]:
     """The parameters that a gauge changes, by their paths in the layer, as it has them."""
     changed = {}
-    for m in circuit.maps:
-        weight = layer.get_parameter(m.parameter)
-        written = torch.cat([gauge.spaces[s] for s in m.writes])
-        rows, columns = written.to(weight), (1 / gauge.spaces[m.reads]).to(weight)
-        if m.layout == "in,out":
-            rows, columns = columns, rows
-        changed[m.parameter] = (weight.detach() * rows[:, None]).mul_(columns)
-        if m.bias is not None:
-            changed[m.bias] = _times(layer.get_parameter(m.bias), written)
-    for path, factor in gauge.weights.items():
-        owner, _, name = path.rpartition(".")
-        if layer.get_submodule(owner)._parameters.get(name) is not None:
-            changed[path] = _times(layer.get_parameter(path), factor)
+    for path, (reads, writes) in MAPS.items():
+        module: Any = layer.get_submodule(path)
+        weight = module.weight.detach()
+        changed[f"{path}.weight"] = (weight * gauge[writes].to(weight)[:, None]).mul_((1 / gauge[reads]).to(weight))
+        if module.bias is not None:
+            changed[f"{path}.bias"] = module.bias.detach() * gauge[writes].to(weight)
+    for path, (reads, writes) in NORMS.items():
+        weight = layer.get_parameter(f"{path}.weight").detach()
+        changed[f"{path}.weight"] = weight * (gauge[writes] * gauge[reads].sign()).to(weight)
     return changed
 
 
-def _times(tensor: Tensor, factor: Tensor) -> Tensor:
-    return tensor.detach() * factor.to(tensor)
-
-
 @contextmanager
-def gauged(layer: nn.Module, circuit: Circuit, gauge: Gauge) -> Iterator[None]:
-    """The layer with the gauge's weights and numbers; the original is always restored."""
-    changed = _rescaled(layer, circuit, gauge)
+def gauged(layer: nn.Module, gauge: Gauge) -> Iterator[None]:
+    """The layer with the gauge's weights and eps; the original is always restored."""
+    changed = _rescaled(layer, gauge)
     owners = {path: (layer.get_submodule(path.rpartition(".")[0])._parameters, path.rpartition(".")[2]) for path in changed}
     before = {path: table[name] for path, (table, name) in owners.items()}
-    numbers = {(path, name): getattr(layer.get_submodule(path), name) for path, name in gauge.attributes}
+    norms: list[Any] = [layer.get_submodule(path) for path in NORMS]
+    eps = [norm.variance_epsilon for norm in norms]
     try:
         for path, (table, name) in owners.items():
             table[name] = nn.Parameter(changed[path], requires_grad=False)
-        for (path, name), factor in gauge.attributes.items():
-            setattr(layer.get_submodule(path), name, numbers[path, name] * factor)
+        for norm, own in zip(norms, eps, strict=True):
+            norm.variance_epsilon = own * float(gauge["stream"][0]) ** 2
         yield
     finally:
         for path, (table, name) in owners.items():
             table[name] = before[path]
-        for (path, name), number in numbers.items():
-            setattr(layer.get_submodule(path), name, number)
+        for norm, own in zip(norms, eps, strict=True):
+            norm.variance_epsilon = own
 
 
 # ---- comparing
@@ -336,31 +169,31 @@ class TwinDifference:
     """For the layer's own additions: the part of the layer that is added."""
 
 
-def first_difference(circuit: Circuit, gauge: Gauge, original: Recording, twin: Recording) -> TwinDifference | None:
+def first_difference(gauge: Gauge, original: Recording, twin: Recording) -> TwinDifference | None:
     """Compare leaf by leaf, in the order of computation. A leaf whose input differs already is not to blame: what lies
     between it and the leaves before it is."""
-    reads, writes = circuit.inputs(), circuit.outputs()
     partners = {r.path: r for r in twin.records if r.func is None}
     last: str | None = None
     for record in original.records:
         other = partners.get(record.path)
-        if record.func is not None or other is None or record.path not in writes:
+        if record.func is not None or other is None or record.path not in MODULES:
             continue
-        found = _compare(next(tensors_of(record.output)), next(tensors_of(other.output)), writes[record.path], gauge)
+        reads, writes = MODULES[record.path]
+        found = _compare(next(tensors_of(record.output)), next(tensors_of(other.output)), gauge[writes])
         if found is not None:
             given, theirs = (next(tensors_of((r.args, r.kwargs))) for r in (record, other))
-            earlier = _compare(given, theirs, (reads[record.path],), gauge)
+            earlier = _compare(given, theirs, gauge[reads])
             if earlier is None:
                 return TwinDifference(record.path, *found)
             between = record.path.rpartition(".")[0] or None  # the module that holds the leaf; the layer for its own norms
             return TwinDifference(between, *earlier, None if between else last)
         last = record.path.partition(".")[0]
-    found = _compare(main_result(original.output), main_result(twin.output), ("stream",), gauge)
+    found = _compare(main_result(original.output), main_result(twin.output), gauge["stream"])
     return None if found is None else TwinDifference(None, *found, last)
 
 
-def _compare(a: Tensor, b: Tensor, spaces: tuple[str, ...], gauge: Gauge) -> tuple[float, list[int]] | None:
-    expected = a * torch.cat([gauge.spaces[s] for s in spaces]).to(a)
+def _compare(a: Tensor, b: Tensor, factors: Tensor) -> tuple[float, list[int]] | None:
+    expected = a * factors.to(a)
     if same(expected, b):
         return None
     differs = differing(expected, b)

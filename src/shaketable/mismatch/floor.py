@@ -12,19 +12,12 @@ from typing import Literal
 import numpy as np
 
 from shaketable.errors import UnavailableError
-from shaketable.mismatch.engine import ALONE, CACHED, DECODE, EAGER, Rollout, RolloutEngine
+from shaketable.mismatch.engine import Rollout, RolloutEngine
 from shaketable.mismatch.gap import differences, distance
 from shaketable.mismatch.results import Floor, FloorRow
 from shaketable.mismatch.rounding import Rounding
-from shaketable.mismatch.trainer import OTHER_BATCHES, Trainer
+from shaketable.mismatch.trainer import Trainer
 
-DEPENDS = {
-    ALONE: "depends on the batch",
-    DECODE: "gives other log-probabilities when it decodes than when it reads",
-    CACHED: "gives other log-probabilities from its prefix cache",
-    EAGER: "gives other log-probabilities in its compiled graphs",
-    OTHER_BATCHES: "depends on the batch or on padding",
-}
 Logprobs = Sequence[Sequence[float]]
 
 
@@ -64,7 +57,7 @@ def measure_floor(
             wrong = f"the {name} gives log-probabilities that are not numbers (NaN)"
         elif rounding is not None:
             if (judged := rounding.judge(d, raw=True)).too_large:
-                wrong = f"the {name} {DEPENDS.get(variant, f'gives other log-probabilities with {variant}')}: {judged.says}"
+                wrong = f"the {name} disagrees with itself ({variant}): {judged.says}"
             most = int(np.argmax([np.mean(np.abs(x) / s) for x, s in zip(d, rounding.raw, strict=True)]))
         floor.rows.append(FloorRow(name, variant, found.mean_abs, found.largest, wrong, most))
     return floor, ways

@@ -25,7 +25,7 @@ from shaketable.errors import UnavailableError
 from shaketable.mismatch.logprobs import chosen
 from shaketable.mismatch.results import KindCount, OperatorFault
 from shaketable.numerics.classify import fault_class
-from shaketable.numerics.decoder_operators import EXACT, LEAST, SIGMAS, TF32, Definitions, OperatorCall, scale_of, visible
+from shaketable.numerics.decoder_operators import EXACT, LEAST, SIGMAS, TF32, Definitions, OperatorCall, visible
 from shaketable.numerics.intervals import UNIT, Allowed, Around, host_arithmetic
 
 LOWER = (torch.bfloat16, torch.float16)
@@ -249,10 +249,7 @@ class Recompute:
             made = self.model.get_submodule(call.name)(given.unsqueeze(0))
             return made[0][0] if isinstance(made, tuple) else made[0]  # type: ignore[no-any-return]
         if call.kind == "residual":
-            scale = scale_of(self.model, "residual_scale")
-            return x["residual"] + (x["x"] if scale == 1 else x["x"] * scale)
-        if call.kind == "scale":
-            return x["x"] * scale_of(self.model, call.name)
+            return x["residual"] + x["x"]
         if call.kind == "activation":
             return self.model.get_submodule(call.name)(x["x"]) * x["up"]  # type: ignore[no-any-return]
         if call.kind == "rotary":

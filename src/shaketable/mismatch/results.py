@@ -1,31 +1,18 @@
 """The results of every stage, as the terminal, the page and the JSON show them. Imports no torch.
 
-JSON holds each field and each property under its own name (`as_json`).
+JSON holds each field and each property under its own name.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from shaketable.io.strict_json import strict
 
 SCHEMA = 5
 MEAN, LARGEST = 1.5, 10.0
 """Times what rounding makes, in the mean and of one token: what a difference may be."""
-
-
-def as_json(value: Any) -> Any:
-    """A result as JSON writes it, with null for a number that is not finite."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [f.name for f in dataclasses.fields(value)]
-        names += [n for kind in type(value).__mro__ for n, v in vars(kind).items() if isinstance(v, property)]
-        return {name: as_json(getattr(value, name)) for name in names}
-    if isinstance(value, dict):
-        return {str(key): as_json(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
@@ -207,8 +194,7 @@ class ParameterDifference:
 
     name: str
     kind: str
-    """missing, finer, shape, other_parameter,
-    transposed, permuted, earlier, scaled, cast, quantized, stale, other_values."""
+    """missing, shape, other_parameter, earlier, cast, stale, other_values."""
     says: str
 
 
@@ -470,5 +456,5 @@ class Mismatch:
 
     def to_dict(self) -> dict[str, Any]:
         """As `--json` writes it: the verdict and the stages side by side."""
-        facts: dict[str, Any] = as_json(self)
+        facts: dict[str, Any] = strict(self)
         return {"schema": SCHEMA, "kind": "mismatch", **facts.pop("conclusion"), **facts}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,10 +46,6 @@ TRUNCATIONS: dict[str, tuple[float, ...]] = {
 """By kind of truncation, the values that are tried with each temperature."""
 COLUMNS = 4096
 """Tokens of the largest nucleus that is tried."""
-PROBED = 32
-"""Tokens on which another prompt must fit better before all rollouts are read with it."""
-LENGTHS = tuple(2**n for n in range(2, 16))
-"""Tokens of a prompt that an engine may have kept."""
 SHIFTS = {1: "next token", -1: "previous token"}
 STEPS = ("temperature", "top_p", "top_k", "repetition_penalty")
 RAW = Sampling(1)
@@ -65,7 +60,7 @@ class Hypothesis:
     says: str
     """What is then true of the engine, for the verdict."""
     differences: Callable[[], Differences]
-    """Engine minus trainer, of every token; empty where the hypothesis does not apply."""
+    """Engine minus trainer, of every token."""
     is_fitted: bool = False
     """Whether a value in it was chosen to fit; such a hypothesis needs more tokens than the few that it can be fitted to."""
 
@@ -103,8 +98,7 @@ def try_hypotheses(
     best: HypothesisFit | None = None
     best_loss: Differences = []
     for hypothesis in _hypotheses(case, like, with_prompts=not of_engine):
-        if not (d := hypothesis.differences()):
-            continue
+        d = hypothesis.differences()
         if not np.isfinite(left := _mean_abs(d)):
             rows.append(HypothesisFit(hypothesis.name, hypothesis.says, None))
             continue
@@ -181,8 +175,8 @@ class _Case:
         self.found: dict[str, Differences] = {}
 
     def loss(self, d: Differences) -> Differences:
-        """Of every token; of the first rollouts where there are only these."""
-        return [w * _loss(x, s) for x, s, w in zip(d, self.scale, self.weight, strict=False)]
+        """Of every token."""
+        return [w * _loss(x, s) for x, s, w in zip(d, self.scale, self.weight, strict=True)]
 
     def against(self, sampling: Sampling) -> Differences:
         """The engine's numbers minus the trainer's in the terms of a sampling."""
@@ -193,16 +187,10 @@ class _Case:
         return self.found[terms]
 
     def reread(self, prompts: list[list[int]]) -> Differences:
-        """With other prompts; of a few rollouts first, and impossible where these fit no better."""
-
-        def read(some: list[Rollout]) -> Differences:
-            own = [expected(x, r, self.sampling) for r, x in zip(some, self.trainer.logits(some), strict=True)]
-            return differences(self.engine[: len(some)], own)
-
+        """With other prompts."""
         some = [replace(r, prompt=p) for r, p in zip(self.rollouts, prompts, strict=True)]
-        few = int((np.cumsum([len(r.completion) for r in some]) < PROBED).sum()) + 1
-        other, declared = (np.concatenate(self.loss(d[:few])).sum() for d in (read(some[:few]), self.against(self.sampling)))
-        return read(some) if other < declared else [np.full(len(r.completion), np.inf) for r in some]
+        own = [expected(x, r, self.sampling) for r, x in zip(some, self.trainer.logits(some), strict=True)]
+        return differences(self.engine, own)
 
 
 # ---- the hypotheses, the simplest first
@@ -211,8 +199,8 @@ class _Case:
 def _hypotheses(case: _Case, like: float, with_prompts: bool) -> Iterator[Hypothesis]:
     yield from _processing(case)
     yield from _misplaced(case)
-    for name, says, prompts in _prompts(case.trainer.tokenizer, [r.prompt for r in case.rollouts]) if with_prompts else ():
-        yield Hypothesis(name, says, lambda prompts=prompts: case.reread(prompts))  # type: ignore[misc]
+    if with_prompts:
+        yield from _prompts(case)
     yield from _fitted(case, like)
 
 
@@ -243,7 +231,7 @@ def _processing(case: _Case) -> Iterator[Hypothesis]:
 
 
 def _misplaced(case: _Case) -> Iterator[Hypothesis]:
-    """Log-probabilities at the wrong token or rollout."""
+    """Log-probabilities at the wrong token."""
     engine = case.engine
     trainer = [e - x for e, x in zip(engine, case.against(case.sampling), strict=True)]
 
@@ -259,49 +247,18 @@ def _misplaced(case: _Case) -> Iterator[Hypothesis]:
             says = f"the log-probability at each token is that of the {what}"
             yield Hypothesis(f"of the {what}", says, lambda shift=shift: shifted(shift))  # type: ignore[misc]
 
-    def exchanged() -> Differences:
-        """Every rollout with the numbers of the one that fits best; empty where each has its own."""
-        found, moved = differences(engine, trainer), False
-        for i, own in enumerate(trainer):
-            best = min(range(len(engine)), key=lambda j: float(np.abs(engine[j][: len(own)] - own[: len(engine[j])]).mean()))
-            n, moved = min(len(own), len(engine[best])), moved or best != i
-            found[i][:n] = engine[best][:n] - own[:n]
-        return found if moved else []
 
-    yield Hypothesis("of another rollout", "the log-probabilities are those of another rollout", exchanged)
-
-
-def _prompts(tokenizer: Any, prompts: list[list[int]]) -> Iterator[tuple[str, str, list[list[int]]]]:
-    """Other prompts than the trainer reads: another first token, the end of the chat template, or only the last tokens."""
-
-    def ends(prompt: list[int]) -> bool:
-        return len(prompt) > len(suffix) and prompt[-len(suffix) :] == suffix
-
-    bos = getattr(tokenizer, "bos_token_id", None)
-    if bos is not None and any(p[0] == bos and len(p) > 1 for p in prompts):
+def _prompts(case: _Case) -> Iterator[Hypothesis]:
+    """Prompts with another beginning than the trainer reads: without the BOS token, or with one more."""
+    bos = getattr(case.trainer.tokenizer, "bos_token_id", None)
+    prompts = [r.prompt for r in case.rollouts]
+    if bos is None:
+        return
+    if any(p[0] == bos and len(p) > 1 for p in prompts):
         cut = [p[1:] if p[0] == bos and len(p) > 1 else p for p in prompts]
-        yield "no BOS", "the engine reads prompts without the BOS token", cut
-    if bos is not None:
-        yield "one BOS more", "the engine reads prompts with one BOS token more", [[bos, *p] for p in prompts]
-    suffix = _generation_prompt(tokenizer)
-    if suffix and any(ends(p) for p in prompts):
-        cut = [p[: -len(suffix)] if ends(p) else p for p in prompts]
-        yield "no generation prompt", "the engine reads prompts without the template's generation prompt", cut
-    elif suffix:
-        yield "a generation prompt", "the engine adds the template's generation prompt", [[*p, *suffix] for p in prompts]
-    for k in LENGTHS:
-        if k < max(len(p) for p in prompts):
-            yield f"the last {k} tokens", f"the engine reads the last {k} tokens of a prompt only", [p[-k:] for p in prompts]
-
-
-def _generation_prompt(tokenizer: Any) -> list[int]:
-    """The tokens that a chat template puts after the last message; empty without a template."""
-    if tokenizer is None or tokenizer.chat_template is None:
-        return []
-    message = [{"role": "user", "content": "a"}]
-    texts = [tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=asked) for asked in (False, True)]
-    found: list[int] = tokenizer(texts[1].removeprefix(texts[0]), add_special_tokens=False)["input_ids"]
-    return found if texts[1].startswith(texts[0]) and texts[1] != texts[0] else []
+        yield Hypothesis("no BOS", "the engine reads prompts without the BOS token", lambda: case.reread(cut))
+    more = [[bos, *p] for p in prompts]
+    yield Hypothesis("one BOS more", "the engine reads prompts with one BOS token more", lambda: case.reread(more))
 
 
 def _fitted(case: _Case, like: float) -> Iterator[Hypothesis]:

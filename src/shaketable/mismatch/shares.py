@@ -29,7 +29,7 @@ from shaketable.mismatch.gap import differences, k3_of, mean_interval
 from shaketable.mismatch.logprobs import expected
 from shaketable.mismatch.operators import Recompute
 from shaketable.mismatch.results import FamilyShare, Shares
-from shaketable.numerics.decoder_operators import OperatorCall, scale_of
+from shaketable.numerics.decoder_operators import OperatorCall
 
 RAW = Sampling(1)
 Records = dict[str, list[OperatorCall]]
@@ -64,13 +64,12 @@ class _Differences:
 
     def add(self, families: set[str]) -> Callable[[OperatorCall, int], Tensor | None]:
         """For `observed`: an operator's result with the difference where its family is among them."""
-        scale = scale_of(self.decoder.model, "residual_scale")
 
         def visit(call: OperatorCall, row: int = 0) -> Tensor | None:
             names = [call.name]
             if call.name.endswith(".self_attn.o_proj"):  # a sum between modules is changed by what is added to it
                 names.append(call.name.replace(".self_attn.o_proj", ".attention_residual"))
-            found = [self.by_name[n] / (1 if n == call.name else scale) for n in names if self.kinds.get(n) in families]
+            found = [self.by_name[n] for n in names if self.kinds.get(n) in families]
             if not found or call.name.endswith(".attention_residual"):
                 return None
             total = sum(found[1:], found[0]).double()

@@ -41,7 +41,6 @@ from shaketable.mismatch.shares import Records, ShareMeter
 from shaketable.mismatch.trainer import Trainer
 from shaketable.mismatch.verdict import conclude
 from shaketable.mismatch.weights import compare
-from shaketable.numerics.decoder_operators import scale_of
 
 Progress = Callable[..., None]
 """Called with the current step and, now and then, the share of the work that is done."""
@@ -181,7 +180,7 @@ class _Comparison:
         """By the name of every operator that the trainer has."""
         for i in chosen:
             (row,) = record_batch(model, [(rollouts[i].prompt, rollouts[i].completion)], "prefill")
-            layer_of |= {c.name: c.layer for c in row.calls if c.kind != "scale" or scale_of(model, c.name) != 1}
+            layer_of |= {call.name: call.layer for call in row.calls}
             by_interval.leave_out(row.calls)
         changes = not torch.equal(row.logits, row.head)
         made: list[list[float]] = []

@@ -10,14 +10,12 @@ read first and a row is one later token. With T rows and S positions of the whol
     attention   q (T, heads, size), k, v (S, kv, size), positions (T)    → (T, heads·size)   model.layers.3.self_attn
     activation  x (T, inner), up (T, inner)                              → (T, inner)        model.layers.3.mlp.act_fn
     residual    x (T, hidden), residual (T, hidden)                      → (T, hidden)       model.layers.3.attention_residual
-    scale       x (T, size)                                              → (T, size)         embedding_scale, logits_scale
     router      x (T, hidden)                                            → (T, experts)      model.layers.3.mlp.gate
     experts     x (T, hidden)                                            → (T, hidden)       model.layers.3.mlp, as a whole
     lm_head     x (t, hidden)                                            → (t, vocabulary)   lm_head, at any rows
     log_softmax x (c, vocabulary), ids (c)                               → (c, 1)            log_softmax, of the completion
 
-There are rotary_q and rotary_k, attention_residual and mlp_residual; an activation is act(x)·up; a scale is there in models
-that multiply embeddings or logits by a number of their config (Granite). A fused kernel appears as its
+There are rotary_q and rotary_k, attention_residual and mlp_residual; an activation is act(x)·up. A fused kernel appears as its
 parts where the parts can be seen, else as the last of them: a norm that adds first is `rms_norm` with `residual` beside `x`.
 `k` and `v` are what was made for the cache: a cache that rounds shows in the attention that reads it.
 
@@ -28,7 +26,7 @@ steps, so every place in which a correct program may round, or not, is allowed e
                 where it is multiplied and where its mean square is taken
     activation  act(x) rounded before it multiplies `up`, or not
     rotary      δ = (4u + 8ua·|angle|)·(|x₁| + |x₂|): cos and sin in the dtype, and the angle off by some units of float32
-    residual    rounded once: no slack; so is a scale, and a branch that is scaled before it is added
+    residual    rounded once: no slack
     log_softmax in float32 whatever the model's dtype, from logits as the head made them
 """
 
@@ -138,7 +136,6 @@ class Definitions:
             "attention": lambda call, precision: self.attention(call).allowed(precision),
             "activation": self._activation,
             "residual": self._residual,
-            "scale": self._scale,
             "experts": self._experts,
             "log_softmax": lambda call, precision: log_softmax(call),
         }.get(call.kind)
@@ -211,14 +208,7 @@ class Definitions:
         return once.hull(inner.interval().times(up, dtype))
 
     def _residual(self, call: OperatorCall, precision: Precision) -> Allowed:
-        factor = scale_of(self.model, "residual_scale")
-        branch = call.inputs["x"].double() * factor
-        slack = 0.0 if factor == 1.0 else (UNIT[call.output.dtype] + UA) * branch.abs() + TINY
-        return Around(branch + call.inputs["residual"].double(), slack, call.output.dtype)
-
-    def _scale(self, call: OperatorCall, precision: Precision) -> Allowed:
-        value = call.inputs["x"].double() * scale_of(self.model, call.name)
-        return Around(value, UA * value.abs() + TINY, call.output.dtype)
+        return Around(call.inputs["x"].double() + call.inputs["residual"].double(), 0.0, call.output.dtype)
 
     @torch.no_grad()
     def _experts(self, call: OperatorCall, precision: Precision) -> Allowed:
@@ -269,20 +259,6 @@ class Definitions:
         choice = router(logits)
         router.forward = lambda *args, **kwargs: choice
         return block, choice
-
-
-SCALES = {"embedding_scale": "embedding_multiplier", "logits_scale": "logits_scaling", "residual_scale": "residual_multiplier"}
-
-
-def has_scale(model: Any, name: str) -> bool:
-    """Whether a model has such a multiplier, be it 1: an engine may have lost the trainer's."""
-    return getattr(model.config, SCALES[name], None) is not None
-
-
-def scale_of(model: Any, name: str) -> float:
-    """The number by which a model multiplies its embeddings, its logits or a residual branch; 1 in most models."""
-    found = float(getattr(model.config, SCALES[name], 1.0) or 1.0)
-    return 1 / found if name == "logits_scale" else found
 
 
 def _ties(logits: Tensor, choice: Any) -> Tensor | None:

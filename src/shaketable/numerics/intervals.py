@@ -233,10 +233,6 @@ def _is_exact() -> bool:
 # ---- precision
 
 
-TOLERANCE = {torch.float32: (128.0, 2.0**-24), torch.bfloat16: (6.0, 2.0**-8), torch.float16: (6.0, 2.0**-11)}
-"""κ and unit roundoff: how far two results of one layer may be apart in κ·(u(|x| + |y|) + 4u·rms(y − x))."""
-
-
 def device_precision(device: torch.device, dtype: torch.dtype) -> Precision:
     """Documented rounding of this device, from torch's own switches."""
     if dtype != torch.float32:
@@ -247,11 +243,6 @@ def device_precision(device: torch.device, dtype: torch.dtype) -> Precision:
     if device.type != "cuda" and asked == "medium":
         return Precision(2.0**-8, "float32 products may use bfloat16: their factors are taken as rounded to 8 bits")
     return Precision()
-
-
-def tolerance(precision: Precision, dtype: torch.dtype) -> tuple[float, float]:
-    """κ and u of the tests with a tolerance."""
-    return (6.0, precision.product_input) if precision.product_input else TOLERANCE[dtype]
 
 
 @contextmanager

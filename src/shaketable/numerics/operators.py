@@ -15,7 +15,7 @@ Bounds of the larger ones (ua = 2^-24; u the unit roundoff of the dtype; K the l
     attention      δ = u|o| + (2u + 16ua(4 + ‖q‖·max‖k‖·scale + max|mask|))·(p|v|)     (p may be rounded before it meets v)
     index_add      δ = 1.5·u·n·Σ|x| for the n > 1 values of a row
     layer_norm     δ = 12ua·(|x − mean|/σ + rms(x)/σ)·|w| + 4ua·|b|
-    complex a·b    δ = 2ua·(|ac| + |bd|), 2ua·(|ad| + |bc|): a kernel may contract a product and the sum to one rounding
+    complex a·b    δ = 4ua·|a||b|: a kernel may contract a product and the sum to one rounding
 
 Modules are judged by the *reference*, the model's class rebuilt from its config. The kind of an RMSNorm is not read from its
 name: its code is run on the host, and only a module whose results a formula allows is a leaf. Any other module is recorded
@@ -418,7 +418,11 @@ ADDITIONS = ("add", "add_", "sub", "sub_")
 DIVISIONS = ("div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__")
 
 
-# ---- complex numbers, judged part by part: rotary embeddings of DeepSeek-V2 and Llama 4 multiply by them
+# ---- complex numbers: rotary embeddings of DeepSeek-V2 and Llama 4 multiply by them
+
+
+COMPLEX = ("mul", "rmul", "imul", "multiply", "add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "neg")
+"""Arithmetic of complex numbers that has a definition."""
 
 
 def parts(z: Tensor) -> Tensor:
@@ -426,30 +430,17 @@ def parts(z: Tensor) -> Tensor:
     return torch.view_as_real(z.resolve_conj()).flatten(-2)
 
 
-def _complex_product(call: Call) -> Around:
-    """Twice the bound of its two products and their sum: products of the bound are rounded too."""
-    a, b = (
-        torch.as_tensor(f, dtype=None if isinstance(f, Tensor) else call.dtype).to(torch.complex128)
-        for f in (call.args[0], call.get(1, "other"))
-    )
-    size = torch.complex((a.real * b.real).abs() + (a.imag * b.imag).abs(), (a.real * b.imag).abs() + (a.imag * b.real).abs())
-    return Around(parts(a * b), parts(size).mul_(2 * UA).add_(TINY), call.dtype.to_real())
-
-
-def _polar(call: Call) -> Around:
-    radius, angle = call.wide(call.get(0, "abs")), call.wide(call.get(1, "angle"))
-    y = parts(torch.polar(radius, angle))
-    slack = UA * (6 * y.abs() + 4 * radius.abs().repeat_interleave(2, -1)) + TINY
-    return Around(y, slack, call.dtype.to_real())
-
-
-_COMPLEX_PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__", "__imul__", "mul_")
-_COMPLEX_SUMS = {n for n in ARITHMETIC if n.strip("_") in ("add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "neg")}
-COMPLEX_BOUNDED: dict[str, Callable[[Call], Around]] = {
-    **dict.fromkeys(_COMPLEX_PRODUCTS, _complex_product),
-    "polar": _polar,
-}
-"""Other arithmetic of complex numbers has no definition."""
+def _complex(call: Call, name: str) -> Allowed:
+    """Products and polar coordinates within a bound on the size of the number, anything else as the host makes it."""
+    if name.strip("_") in ("mul", "rmul", "imul", "multiply"):
+        a, b = (torch.as_tensor(f).to(torch.complex128) for f in (call.args[0], call.get(1, "other")))
+        value, size = a * b, a.abs() * b.abs()
+    elif name == "polar":
+        radius, angle = call.wide(call.get(0, "abs")), call.wide(call.get(1, "angle"))
+        value, size = torch.polar(radius, angle), 3 * radius.abs()
+    else:
+        return RoundingInterval.exactly(parts(rounded_once(call, name).low))
+    return Around(parts(value), (4 * UA * size).repeat_interleave(2, -1) + TINY, call.dtype.to_real())
 
 
 # ---- indices
@@ -522,17 +513,18 @@ WITHOUT_VALUES = ("empty", "empty_like", "new_empty", "empty_strided")
 """Functions that return memory as it is."""
 
 
-def is_defined(name: str, is_complex: bool = False) -> bool:
+def is_defined(name: str) -> bool:
     """Whether a function of that name has a definition, and is not only compared with the host's."""
-    if is_complex:
-        return name in COMPLEX_BOUNDED or name in _COMPLEX_SUMS or name in ROUNDED_ONCE - ARITHMETIC
     return name in ROUNDED_ONCE or name in BOUNDED
 
 
 def allowed_results(call: Call, name: str, results: list[Tensor]) -> tuple[list[tuple[Tensor, Allowed | Selection]], bool]:
     """Each result of a function with what it may be; and whether there is a definition, or only what the host makes of it."""
     is_complex = any(t.is_complex() for t in tensors_of((call.args, call.kwargs, results)))
-    is_known = is_defined(name, is_complex) or not (is_complex or any(t.is_floating_point() for t in results))
+    if is_complex:
+        is_known = name in ROUNDED_ONCE - ARITHMETIC or name == "polar" or name.strip("_") in COMPLEX
+    else:
+        is_known = is_defined(name) or not any(t.is_floating_point() for t in results)
     first = results[0]
     if name in BOUNDED and first.is_floating_point():
         try:
@@ -548,8 +540,7 @@ def allowed_results(call: Call, name: str, results: list[Tensor]) -> tuple[list[
         return [(got, RoundingInterval.exactly(value)) for got, value in zip(results, made, strict=True)], is_known
     if not first.is_complex():
         return [(first, rounded_once(call, name))], is_known
-    allowed = COMPLEX_BOUNDED.get(name, lambda call: RoundingInterval.exactly(parts(rounded_once(call, name).low)))(call)
-    return [(parts(first), allowed)], is_known
+    return [(parts(first), _complex(call, name))], is_known
 
 
 # ---- modules that are one operator

@@ -41,8 +41,9 @@ def floor_and_share(side: Trainer, engine: RolloutEngine | None, rollouts: Seque
     if engine is None:
         return {"floor": max(floors)}
     found = {"floor": max(*floors, measure_floor(engine, rollouts)[0].largest.mean_abs)}
-    shortest, meter = min(rollouts, key=lambda r: len(r.tokens)), ShareMeter(side.model)
+    shortest = min(rollouts, key=lambda r: len(r.tokens))
     try:
+        meter = ShareMeter(side.model)
         (record,) = engine.record([shortest], "decode")
         returned = engine.logprobs([shortest], "decode")[0]
         meter.add(shortest, {"prompt": record.prompt or [], "decode": record.calls}, returned)

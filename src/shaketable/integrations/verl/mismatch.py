@@ -30,7 +30,8 @@ from shaketable.integrations.names import check
 from shaketable.integrations.verl.settings import OBSERVER, ORDERS, Shaking
 from shaketable.integrations.verl.trainer import use_worker
 from shaketable.integrations.verl.workers import PATIENCE
-from shaketable.mismatch.results import Weights, as_json
+from shaketable.io.strict_json import strict
+from shaketable.mismatch.results import Weights
 
 check("verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync")
 LINES = "mismatch.jsonl"
@@ -66,7 +67,7 @@ class MeasuringTrainer(PPOTrainerSync):  # type: ignore[misc]
         answers = self.actor_rollout_wg.compare_with_samplers(self._digests())
         weights: Weights = next(answer for answer in answers if answer is not None)
         numbers = weight_counts(weights)
-        line = {"step": self.global_steps, **numbers, "differing": as_json(weights.differing)}
+        line = {"step": self.global_steps, **numbers, "differing": strict(weights.differing)}
         with (self.shaking.ledger / LINES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if self.asked.stop:
