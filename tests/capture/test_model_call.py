@@ -31,7 +31,6 @@ def module(forward, **parts):
         (lambda x, /: {"x": x}, {"x"}),
         (lambda *given: {"given": given[0]}, {"given"}),
         (lambda tokens, use_cache=True: {"tokens": tokens, "use_cache": use_cache}, {"tokens", "use_cache"}),
-        (lambda tokens, start_pos: {"tokens": tokens, "start_pos": start_pos}, {"tokens", "start_pos"}),
     ],
 )
 def test_tokens_go_where_forward_takes_them(forward, told):
@@ -45,12 +44,6 @@ def test_tokens_go_where_forward_takes_them(forward, told):
 def test_arguments_are_given_by_name_and_win():
     found = call_with_tokens(module(lambda idx, start_pos, other: (start_pos, other)), IDS, {"start_pos": 2, "other": 3})
     assert found == (2, 3)
-
-
-def test_a_wrapper_that_passes_all_on_is_called_as_the_model_in_it():
-    inner = module(lambda idx: idx)
-    outer = module(lambda *given, **named: inner(*given, **named), module=inner)
-    assert call_with_tokens(outer, IDS) is IDS
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The tokens a model is asked about."""
 
 import pytest
-import torch
 
 from shaketable.capture.trace import read_prompts, token_batch
 from shaketable.errors import ShaketableError
@@ -16,11 +15,6 @@ class Words:
     def __call__(self, text):
         self.asked.append(text)
         return {"input_ids": list(range(100, 100 + len(text.split())))}
-
-
-def test_the_built_in_text_is_long_enough():
-    ids = token_batch(Words(), None, 2000)
-    assert ids.shape == (1, 2000) and ids.dtype == torch.int64
 
 
 def test_prompts_are_joined_and_cut():
@@ -42,12 +36,6 @@ def test_what_makes_no_sequence_is_refused_in_one_line(tokenizer, prompts, messa
     with pytest.raises(ShaketableError) as error:
         token_batch(tokenizer, prompts, 8)
     assert str(error.value) == message
-
-
-def test_prompts_from_a_file(tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_text("first line\n\n   \nzweite Zeile: ä 建\n", encoding="utf-8")
-    assert read_prompts(path) == ["first line", "zweite Zeile: ä 建"]
 
 
 def test_a_file_that_cannot_be_read(tmp_path):

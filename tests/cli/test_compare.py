@@ -87,17 +87,3 @@ def test_a_fingerprint_is_a_file_and_says_what_is_in_it(model, tmp_path):
     assert (about.tokens, about.prompts, about.model) == (32, None, str(model))
     told = json.loads(facts.read_text())
     assert told == json.loads(about.model_dump_json(by_alias=True))
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--dtype", "int4"], "unknown dtype 'int4'"),
-        (["--prompts", "none.txt"], "prompts cannot be read"),
-    ],
-)
-def test_wrong_use_of_fingerprint_is_one_line(model, tmp_path, words, line):
-    done = shaketable("fingerprint", model, "-o", tmp_path / "x.safetensors", *words)
-    assert done.exit_code != 0
-    assert line in str(done.exception)
-    assert not (tmp_path / "x.safetensors").exists()

@@ -66,14 +66,6 @@ def test_every_operator_s_input_and_output_is_there(made, tiny_llama):
     assert torch.allclose(logits, y, atol=1e-6)
 
 
-def test_a_tensor_with_several_names_is_stored_once(made):
-    aliases = made.about.aliases
-    assert aliases["layer.1.input"] == "layer.0.output"
-    for name in "qkv":
-        assert aliases[f"layer.1.op.self_attn.{name}_proj.input"] == "layer.1.op.input_layernorm.output"
-    assert made.tensor("layer.1.input") is made.tensor("layer.0.output")
-
-
 @pytest.mark.parametrize("share", [0.0, 0.999])
 def test_a_truncated_file_is_refused(path, share):
     raw = path.read_bytes()
@@ -166,8 +158,3 @@ def test_a_wrapped_or_training_model_is_the_model_in_eval_mode(wrap):
     good, model = fingerprint(build("gpt2"), input_ids=tokens()), wrap(build("gpt2"))
     assert fingerprint(model, input_ids=tokens()).about.weights_sha256 == good.about.weights_sha256
     assert compare(good, model).sentence.startswith("SAME")
-
-
-def test_a_file_in_a_folder_that_is_not_there_is_told_in_one_line(tmp_path):
-    with pytest.raises(FingerprintError, match="cannot write"):
-        fingerprint(build("llama"), input_ids=tokens(n=4)).save(tmp_path / "none" / "f")

@@ -95,14 +95,6 @@ def test_quick_runs_one_short_sequence_and_says_so():
     assert "Not run: a batch of two (quick), cached decoding (quick)" in found.sentence
 
 
-def test_device_mode_says_what_it_only_repeated_and_that_it_is_blind_to_tokens():
-    found = st.locate(long(), mode="device", input_ids=tokens(n=64))
-    assert "embeddings, rotation, last norm and head were only repeated" in found.sentence
-    assert any("residual" in line and "rotation" in line for line in found.not_covered)
-    assert coverage(found, 1, "mlp.down_proj") == {"rows": 64, "twin": 64}
-    assert "Not run: a batch of two, cached decoding" in found.sentence
-
-
 def test_a_function_without_a_definition_is_named(monkeypatch):
     """Host and device make the same bits: on one CPU that is little, and the sentence says so."""
     monkeypatch.delitem(operator_rounding.BOUNDED, "scaled_dot_product_attention")
@@ -110,3 +102,11 @@ def test_a_function_without_a_definition_is_named(monkeypatch):
     assert found.verdict == "HEALTHY"
     assert "of scaled_dot_product_attention only that the host makes the same bits is known" in found.sentence
     assert found.coverage["agreed"] == 3 * 24 * 4
+
+
+def test_device_mode_says_what_it_only_repeated_and_that_it_is_blind_to_tokens():
+    found = st.locate(long(), mode="device", input_ids=tokens(n=64))
+    assert "embeddings, rotation, last norm and head were only repeated" in found.sentence
+    assert any("residual" in line and "rotation" in line for line in found.not_covered)
+    assert coverage(found, 1, "mlp.down_proj") == {"rows": 64, "twin": 64}
+    assert "Not run: a batch of two, cached decoding" in found.sentence

@@ -63,18 +63,6 @@ def test_in_one_layer_the_strongest_evidence_names_the_operator(probes, wins):
     assert found.fault_class == ("repeat" if "repeat" in probes else wins), "an unstable fault is named after its instability"
 
 
-def test_the_sentence_says_layer_operator_function_and_class():
-    found = passing()
-    found.evidence = [evidence(1, "replay", "self_attn", function="softmax", lanes=[4, 9], lanes_of=32, fault_class="bias")]
-    decided(found)
-    assert str(found) == "FAULT: layer 1, self_attn (softmax): 2 of 32 channels are wrong; replay failed (bias)."
-    assert (found.lanes, found.lanes_of, found.function) == ([4, 9], 32, "softmax")
-    found.evidence = [evidence(1, "twin", None)]
-    assert str(decided(found)) == "FAULT: layer 1, output: twin failed (gain)."
-    found.evidence = [evidence(None, "weights", None, place=-1.0)]
-    assert str(decided(found)) == "FAULT: outside of the layers, the model: weights failed (gain)."
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_suspicion_alone_decides_nothing(mode):
     found = passing(mode=mode)

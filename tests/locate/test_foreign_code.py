@@ -80,11 +80,6 @@ def test_foreign_code_is_named(case, mode):
     assert strict.verdict == "FAULT" or mode == "device" or CASES[case] in strict.sentence
 
 
-def test_values_that_no_operator_made_are_named():
-    diagnosis = found(values_from_nowhere(), "host")
-    assert any("that no operator made" in line for line in diagnosis.foreign), diagnosis.foreign
-
-
 def times(own, by=1.5):
     """A function whose result is another one, and which looks like its own."""
 
@@ -155,13 +150,6 @@ def test_a_fresh_model_has_no_foreign_code(name):
 
     model = build(name, attention="eager")
     assert foreign_code(model, Reference(model)) == []
-
-
-def test_a_hook_on_an_operator_needs_no_naming_because_the_operator_is_judged():
-    model = build("llama")
-    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda m, a, y: y)
-    diagnosis = found(model, "host", strict=True)
-    assert (diagnosis.verdict, diagnosis.foreign) == ("HEALTHY", [])
 
 
 def test_a_planted_plan_is_not_foreign():

@@ -76,12 +76,6 @@ def test_host_mode_names_the_module_of_an_operator_fault(family, layer):
     assert diagnosis.function == names.get(family)
 
 
-def test_a_fault_of_the_layer_itself_has_no_op():
-    diagnosis = found(build("llama"), "host", plan="saturation:0.5,scope=token@layer.2")
-    assert (diagnosis.layer, diagnosis.op, diagnosis.function) == (2, None, "add")
-    assert diagnosis.fault_class == "saturation"
-
-
 def every_second_sum(first):
     """A device that makes every second residual addition wrong, from the first or from the second on."""
     number = itertools.count(first + 1)
@@ -104,7 +98,7 @@ def test_the_two_residual_additions_are_told_apart(name, second):
     part = RESIDUALS[name][second]
     assert {(e.layer, e.op, e.function, e.after) for e in diagnosis.evidence} == {(i, None, "add", part) for i in range(3)}
     assert f"layer 0, output (add after {part})" in diagnosis.sentence
-    assert diagnosis.sentence.endswith("Also faulty: layers 1, 2.")
+    assert diagnosis.sentence.endswith("Also faulty: layer 1, layer 2.")
 
 
 def test_faults_outside_of_the_layers_are_named_too():

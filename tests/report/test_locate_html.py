@@ -59,7 +59,6 @@ def broken_numbers():
     for n, value in enumerate([math.nan, None, math.inf, -math.inf, -2.0, 0.0]):
         made["probes"][n]["statistics"] = dict.fromkeys(made["probes"][n]["statistics"], value)
         made["probes"][n]["results"]["replay"]["score"] = value
-    made["cost"]["replay"] = None
     return made
 
 
@@ -141,7 +140,7 @@ def test_hostile_values_stay_text():
         return evil if isinstance(value, str) else value
 
     made = poison(fault())
-    made |= {"versions": {evil: evil}, "cost": {evil: 1.0}}
+    made |= {"versions": {evil: evil}}
     made["probes"][3]["results"][evil] = result("fail", 1.0, evil, evil)
     made["evidence"][0]["examples"] = [{evil: evil}]
     text = page(made)

@@ -30,8 +30,6 @@ from shaketable.sites.nested_tensors import tensors_of
 Arguments = Mapping[str, Any]
 """Arguments of a model besides tokens, by name."""
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-BEGINNING = {"start_pos": 0}
-"""Where a sequence begins, for models that do not know it by themselves."""
 
 
 def call_with_tokens(model: nn.Module, ids: Tensor, arguments: Arguments | None = None) -> Any:
@@ -42,24 +40,16 @@ def call_with_tokens(model: nn.Module, ids: Tensor, arguments: Arguments | None 
         ids: Token ids of shape (1, n): `input_ids` where forward takes that, and the first argument where it does not.
         arguments: What else forward needs.
     """
-    parameters = _parameters(model)
+    parameters = inspect.signature(model.forward).parameters
     named = {name for name, p in parameters.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
     takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     first = next((p for p in parameters.values() if p.kind in BY_POSITION), None)
-    given = {name: value for name, value in BEGINNING.items() if name in named and parameters[name].default is Parameter.empty}
+    given: dict[str, Any] = {}
     by_name = "input_ids" in named or (takes_any and first is None)
     if "use_cache" in named or (by_name and takes_any):
         given["use_cache"] = False
     given |= arguments or {}
     return model(input_ids=ids, **given) if by_name else model(ids, **given)
-
-
-def _parameters(model: nn.Module) -> Mapping[str, Parameter]:
-    """The parameters of forward; of a wrapper that passes everything on, those of the model in it."""
-    parameters = inspect.signature(model.forward).parameters
-    inner = list(model.children())
-    passes_on = {p.kind for p in parameters.values()} == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
-    return _parameters(inner[0]) if passes_on and len(inner) == 1 else parameters
 
 
 def logits_of(answer: Any, model: nn.Module) -> Tensor:

@@ -104,11 +104,9 @@ def _page(diagnosis: Diagnosis) -> str:
 def show(diagnosis: Diagnosis, statistics: bool = False) -> None:
     """Print the table of layers and probes, SRDD's numbers on request, then the verdict."""
     out = console()
-    head, table = _table(diagnosis)
-    fits = out.measure(table, options=out.options.update(max_width=1000)).maximum <= out.width
-    head, table = (head, table) if fits else _table(diagnosis, failing=True)
-    out.print(head, markup=False)
-    out.print(table)
+    head = f"{diagnosis.model}  {diagnosis.dtype} on {diagnosis.device}"
+    out.print(f"{head}, {diagnosis.attention} attention, {diagnosis.tokens} tokens", markup=False)
+    out.print(_table(diagnosis))
     for item in diagnosis.evidence[:3]:
         where = f"layer {item.layer}" if item.layer is not None else "outside of the layers"
         say(out, f"  {item.probe}: {where}, {item.op or 'output'}: {item.text}")
@@ -118,23 +116,16 @@ def show(diagnosis: Diagnosis, statistics: bool = False) -> None:
         out.print(f"  note: {note}", style="dim", markup=False)
     color = {"HEALTHY": "green", "FAULT": "red", "INCONCLUSIVE": "yellow"}[diagnosis.verdict]
     say(out, diagnosis.sentence, style=f"bold {color}")
-    cost = f"{diagnosis.cost_forwards:.1f} forwards, {diagnosis.device_forwards} of them on the device"
-    say(out, f"This holds if {diagnosis.assumption}. Cost: {cost}.")
+    say(out, f"This holds if {diagnosis.assumption}. Cost: {diagnosis.cost_forwards:.1f} forwards.")
     if diagnosis.mode == "device":
         out.print("Device mode cannot see:", *(f"\n  - {line}" for line in diagnosis.not_covered), markup=False)
 
 
-def _table(diagnosis: Diagnosis, failing: bool = False) -> tuple[str, Table]:
-    """A heading, and a row per layer; on a narrow screen only with the probes that did not pass everywhere."""
+def _table(diagnosis: Diagnosis) -> Table:
+    """A row per layer."""
     from shaketable.locate.diagnosis import PROBES
 
     names = [p for p in PROBES if any(p in r.results for r in diagnosis.probes)]
-    passed = [p for p in names if all(r.results[p].status in ("pass", "skipped") for r in diagnosis.probes if p in r.results)]
-    head = f"{diagnosis.model}  {diagnosis.dtype} on {diagnosis.device}"
-    head += f", {diagnosis.attention} attention, {diagnosis.tokens} tokens"
-    if failing:
-        names = [p for p in names if p not in passed]
-        head += f"\npassed everywhere: {', '.join(passed)}" if passed else ""
     table = table_of("layer")
     table.columns[0].min_width = 7
     for name in names:
@@ -144,7 +135,7 @@ def _table(diagnosis: Diagnosis, failing: bool = False) -> tuple[str, Table]:
         label = "outside" if report.layer is None else str(report.layer)
         cells = [MARKS[report.results[n].status] if n in report.results else "" for n in names]
         table.add_row(label, *cells, _remark(report))
-    return head, table
+    return table
 
 
 def _statistics(diagnosis: Diagnosis) -> Table:

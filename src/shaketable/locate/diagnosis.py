@@ -111,9 +111,6 @@ class Diagnosis:
     not_covered: list[str] = field(default_factory=list)
     cost_forwards: float = 0.0
     """Measured: the time of all probes over the time of one plain forward."""
-    device_forwards: int = 0
-    """Number of times the device computed every layer."""
-    cost: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     suspicions: list[dict[str, Any]] = field(default_factory=list)
     coverage: dict[str, int] = field(default_factory=dict)

@@ -12,8 +12,7 @@ import importlib.metadata
 import inspect
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -122,7 +121,7 @@ def locate(
 
 @dataclass
 class Locator:
-    """One run of locate: the model, its reference, and the cost so far. The arguments are those of `locate`."""
+    """One run of locate: the model and its reference. The arguments are those of `locate`."""
 
     model: nn.Module
     mode: str = "all"
@@ -133,8 +132,6 @@ class Locator:
     arguments: Arguments | None = None
     quick: bool = False
     strict: bool = False
-    spent: dict[str, float] = field(default_factory=dict)
-    """Seconds by probe."""
     uses: dict[str, Trace] = field(default_factory=dict)
     """The model run in the other ways of `USES`."""
     not_used: dict[str, str] = field(default_factory=dict)
@@ -168,17 +165,15 @@ class Locator:
         self.tell(0, total, "a plain forward")
         logits, unit = self._plain_forwards(ids)
         self.tell(0, total, "trace")
-        with self._clock("trace"):
-            traced = trace(self.model, ids, self.reference, self.arguments)
+        start = self._now()
+        traced = trace(self.model, ids, self.reference, self.arguments)
         self.reference.written |= traced.outside.written
         if self.quick:
             self.not_used = dict.fromkeys(USES, "quick")
         elif self.mode in ON_HOST:
-            with self._clock("batch"):
-                self._trace_uses(ids)
+            self._trace_uses(ids)
         for call in traced.calls:
-            with self._clock("repeat"):
-                recording = record_layer(call, self.reference)
+            recording = record_layer(call, self.reference)
             self.reference.written |= recording.written
             part = self.judge(self.part(traced, recording, call), LAYER_PROBES)
             part.report.statistics = self.statistics(part)
@@ -191,11 +186,7 @@ class Locator:
         if statistics := [report.statistics for report in diagnosis.probes if report.statistics is not None]:
             srdd.note_drops(statistics)
         diagnosis.not_run = self._not_run(diagnosis)
-        ran = {n for p in diagnosis.probes for n, r in p.results.items() if r.status not in ("skipped", "inconclusive")}
-        twins, readings = ("twin" in ran) + ("causal" in ran), 2 if statistics else 0
-        diagnosis.device_forwards = 2 + 2 * len(self.uses) + twins + readings  # traced and recorded, wherever they ran
-        diagnosis.cost = {name: round(seconds / unit, 3) for name, seconds in self.spent.items()}
-        diagnosis.cost_forwards = round(sum(self.spent.values()) / unit, 3)
+        diagnosis.cost_forwards = round((self._now() - start) / unit, 3)
 
     def part(self, traced: Trace, recording: Recording, call: LayerCall | None) -> ProbedPart:
         """A layer, or with no call what is outside of the layers."""
@@ -205,11 +196,8 @@ class Locator:
     def judge(self, part: ProbedPart, probes: Sequence[Probe]) -> ProbedPart:
         """Run the probes of this mode, one after another."""
         for probe in probes:
-            if self.mode in probe.modes:
-                with self._clock(probe.name):
-                    finding = probe.run(part)
-                if finding is not None:
-                    part.take(probe.name, finding)
+            if self.mode in probe.modes and (finding := probe.run(part)) is not None:
+                part.take(probe.name, finding)
         return part
 
     def _keep(self, part: ProbedPart, diagnosis: Diagnosis) -> None:
@@ -274,26 +262,16 @@ class Locator:
         call = part.layer
         if self.mode not in ON_DEVICE or not call.x.is_floating_point():
             return None
-        with self._clock("statistics"):
-            inputs = srdd.probe_input(call.x, self.seed + call.index), srdd.dc_input(call.x)
-            try:
-                answers = main_result(call.again(torch.cat(inputs))).chunk(2)
-            except FAILURES:  # its arguments are made for one sequence
-                answers = tuple(main_result(call.again(x)) for x in inputs)
-            again = main_result(part.recording.output)
-            step = max(1, call.x.shape[1] // STATISTICS_TOKENS)
-            tensors = (call.x, call.y, again, inputs[0], answers[0], inputs[1], answers[1])
-            x, y, second, *rest = (t[:, ::step] for t in tensors)
-            return srdd.layer_statistics(x, [y, second], *rest)
-
-    @contextmanager
-    def _clock(self, name: str) -> Iterator[None]:
-        """Count the time that something takes."""
-        start = self._now()
+        inputs = srdd.probe_input(call.x, self.seed + call.index), srdd.dc_input(call.x)
         try:
-            yield
-        finally:
-            self.spent[name] = self.spent.get(name, 0.0) + self._now() - start
+            answers = main_result(call.again(torch.cat(inputs))).chunk(2)
+        except FAILURES:  # its arguments are made for one sequence
+            answers = tuple(main_result(call.again(x)) for x in inputs)
+        again = main_result(part.recording.output)
+        step = max(1, call.x.shape[1] // STATISTICS_TOKENS)
+        tensors = (call.x, call.y, again, inputs[0], answers[0], inputs[1], answers[1])
+        x, y, second, *rest = (t[:, ::step] for t in tensors)
+        return srdd.layer_statistics(x, [y, second], *rest)
 
     def _now(self) -> float:
         if self.device.type != "cpu":

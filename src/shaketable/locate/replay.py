@@ -18,24 +18,8 @@ from shaketable.numerics.intervals import Allowed, Precision, RoundingInterval, 
 from shaketable.numerics.operators import PRODUCTS, Call, Selection, allowed_results, parts
 from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
-LOWERED = frozenset(
-    [
-        "linear",
-        "matmul",
-        "__matmul__",
-        "mm",
-        "bmm",
-        "mv",
-        "addmm",
-        "addbmm",
-        "baddbmm",
-        "einsum",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "scaled_dot_product_attention",
-    ]
-)
+_LOWERED = "linear matmul __matmul__ mm bmm mv addmm addbmm baddbmm einsum conv1d conv2d conv3d scaled_dot_product_attention"
+LOWERED = frozenset(_LOWERED.split())
 """Functions whose arguments autocast gives a lower dtype; others take them as they are."""
 _CANNOT = (NotImplementedError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, StopIteration)
 """Errors of a definition that does not fit the call: then the operator cannot be judged."""

@@ -1,18 +1,8 @@
 """Statistics of a layer that need no second device (SRDD). They are shown and they guide AQN; they never decide.
 
-A layer is called with the input x of the trace; y is its answer. Values that are not finite are left out everywhere. All is
-computed in float64; a statistic that is not defined (nothing finite, zero spread) is nan.
-
-    gain         std(f(x + e) − y) / std(e), e Gaussian with std 0.1·std(x)
-    min_gain     the 0.001 quantile of |f(x + b) − y| / b for a constant b = 0.1·std(x)
-    kurtosis     m4 / m2² − 3 of y (scipy's default)
-    instability  rms over values of the std over two calls, relative to rms(y)
-    pile_up      share of values equal to the smallest or the largest one
-    distinct     number of different values
-    drop_z       z of the change of log(kurtosis + 3) from the layer before, among all layers
-
-e and b are taken as they reached the layer, after rounding to its dtype: x' − x. z is robust: (v − median) over
-1.4826·max(MAD, 0.01·|median|, 1e-6). docs/locate.md says what each number shows, and where it fails.
+A layer is called with the input x of the trace; y is its answer. docs/locate.md says what each number shows.
+Values that are not finite are left out everywhere. All is computed in float64; a statistic that is not defined (nothing finite,
+zero spread) is nan. What is added to x is taken as it reached the layer, after rounding to its dtype: x' − x.
 """
 
 from __future__ import annotations
@@ -81,7 +71,7 @@ def note_drops(statistics: Sequence[LayerStatistics]) -> None:
 
 
 def _robust_z(values: Floats) -> Floats:
-    """z by median and MAD."""
+    """z by median and MAD: (v − median) over 1.4826·max(MAD, 0.01·|median|, 1e-6)."""
     median = np.median(values)
     spread = max(float(np.median(np.abs(values - median))), 0.01 * abs(float(median)), 1e-6)
     return (values - median) / (1.4826 * spread)

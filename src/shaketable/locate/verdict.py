@@ -147,16 +147,10 @@ def _channels(d: Diagnosis) -> str:
 
 
 def _also_faulty(d: Diagnosis) -> str:
-    """Where else there is evidence; four layers by name."""
-    others = list(dict.fromkeys(e.layer for e in d.evidence if e.layer != d.layer))
-    named = [layer for layer in others if layer is not None][:4]
-    words = f"layer{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}" if named else ""
-    left = len(others) - len(named)
-    if not named or (left == 1 and None in others):
-        words += (" and " if named else "") + "outside of the layers" if None in others else ""
-    elif left:
-        words += f" and {left} more places"
-    return f" Also faulty: {words}." if others else ""
+    """Where else there is evidence; four places by name."""
+    others = list(dict.fromkeys(_place(e.layer) for e in d.evidence if e.layer != d.layer))
+    more = f" and {len(others) - 4} more places" if len(others) > 4 else ""
+    return f" Also faulty: {', '.join(others[:4])}{more}." if others else ""
 
 
 def _place(layer: int | None) -> str:

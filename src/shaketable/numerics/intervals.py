@@ -26,10 +26,6 @@ ACCUMULATION = 2.0**-24
 TINY = 2.0**-125
 """Results this small may be flushed to zero."""
 UA = ACCUMULATION
-EXACT = ("none", "ieee")
-"""Settings of the host under which float32 products are float32 products."""
-FEW = 32
-"""A block in which more than one value in so many is doubtful is computed in float64 as a whole."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +146,6 @@ class Product:
     δ = ua·min(K, 5√K + K/16)·‖x‖·‖w‖, with ‖x‖·‖w‖ ≥ |x||w|ᵀ by Cauchy–Schwarz, which costs no second product. K would be the
     worst case of any order; 5√K is for roundings that go either way, also when one term dominates the sum, and K/16 for
     terms of one sign in a kernel that keeps sixteen sums or more.
-
-    In reduced dtypes the host computes in float32 first. It is a correct device as any other, so its product, rounded, lies
-    in the interval: whatever is equal to it is inside. The few other values, most of them next to a boundary of rounding,
-    are judged in float64. That is half the cost and the same answer.
     """
 
     x: Tensor
@@ -167,9 +159,8 @@ class Product:
 
     def outside(self, got: Tensor) -> Tensor:
         """Where a result is not allowed."""
-        host = self.x.float() if self._can_compare() else None
         starts = range(0, self.w.shape[0], self.block)
-        return torch.cat([self._outside_block(at, got[..., at : at + self.block], host) for at in starts], -1)
+        return torch.cat([self._block(at).outside(got[..., at : at + self.block]) for at in starts], -1)
 
     def ends(self, where: Tensor) -> tuple[Tensor, Tensor]:
         """Low and high at some of the values, in the order of a boolean index."""
@@ -180,40 +171,13 @@ class Product:
                 low[..., at : at + self.block][some], high[..., at : at + self.block][some] = self._block(at).ends(some)
         return low[where], high[where]
 
-    def _can_compare(self) -> bool:
-        """Whether the host's own float32 product is a correct device's, of factors that float32 holds exactly."""
-        return _is_exact() and self.dtype in (torch.bfloat16, torch.float16)
-
-    def _outside_block(self, at: int, got: Tensor, host: Tensor | None) -> Tensor:
-        if host is None:
-            return self._block(at).outside(got)
-        once = (host @ self.w[at : at + self.block].float().T).double()
-        wrong = once.to(self.dtype) != got
-        if self.bias is not None:
-            bias = self.bias[at : at + self.block].double()
-            wrong = ((once + bias).to(self.dtype) != got) & ((once.to(self.dtype).double() + bias).to(self.dtype) != got)
-        few = int(wrong.sum())
-        if few * FEW > wrong.numel():
-            return self._block(at).outside(got)
-        if few:
-            wrong[wrong.clone()] = self._some(at, wrong).outside(got[wrong])
-        return wrong
-
-    def _some(self, at: int, where: Tensor) -> Around | RoundingInterval:
-        """The interval of a few values of a block."""
-        *token, channel = where.nonzero(as_tuple=True)
-        x, w = self.x[tuple(token)], self.w[at + channel].double()
-        part = Around((x * w).sum(-1), (summation(x.shape[-1]) * x.norm(dim=-1) * w.norm(dim=-1)).add_(TINY), self.dtype)
-        return part if self.bias is None else self._with_bias(part, self.bias[at + channel].double())
-
     def _block(self, at: int) -> Around | RoundingInterval:
         """The interval of all values of a block."""
         w = self.w[at : at + self.block].double().mT
         part = Around(self.x @ w, product_slack(self.x, w, self.precision.of(self.dtype)), self.dtype)
-        return part if self.bias is None else self._with_bias(part, self.bias[at : at + self.block].double())
-
-    def _with_bias(self, part: Around, bias: Tensor) -> RoundingInterval:
-        """A bias may be added inside of the kernel, or to a result that has been rounded already."""
+        if self.bias is None:
+            return part
+        bias = self.bias[at : at + self.block].double()  # added inside of the kernel, or to a result that has been rounded
         fused = Around(part.value + bias, part.slack + UA * bias.abs(), self.dtype).interval()
         once = part.interval()
         twice = RoundingInterval((once.low.double() + bias).to(self.dtype), (once.high.double() + bias).to(self.dtype))
@@ -221,13 +185,6 @@ class Product:
 
 
 Allowed = RoundingInterval | Around | Product
-
-
-def _is_exact() -> bool:
-    """Whether the host multiplies float32 factors as they are. torch 2.7 and 2.8 have one switch for all devices."""
-    if hasattr(torch.backends.mkldnn, "matmul"):
-        return torch.backends.mkldnn.matmul.fp32_precision in EXACT
-    return torch.get_float32_matmul_precision() != "medium"
 
 
 # ---- precision

@@ -54,7 +54,6 @@ def page(diagnosis: dict[str, Any]) -> str:
         shade=shade,
         statistics=list(dict.fromkeys(name for row in layers for name in row["statistics"] or {})),
         layers=layers,
-        longest=max([c for c in diagnosis["cost"].values() if finite(c)], default=0.0) or 1.0,
     )
 
 
