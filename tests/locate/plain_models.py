@@ -117,7 +117,7 @@ class NanoGPT(nn.Module):
         return self.lm_head(x[:, [-1], :]), None
 
 
-# ---- complex rotation, a norm by hand, keys and values written into tensors that are no buffers
+# ---- a norm by hand
 
 
 class RMSNorm(nn.Module):
@@ -133,52 +133,6 @@ class RMSNorm(nn.Module):
         return self._norm(x.float()).type_as(x) * self.weight
 
 
-def precompute_freqs_cis(dim, end, theta=10000.0):
-    freqs = 1.0 / (theta ** (torch.arange(0, dim, 2)[: (dim // 2)].float() / dim))
-    return torch.polar(torch.ones(end, dim // 2), torch.outer(torch.arange(end).float(), freqs))
-
-
-def complex_rotation(xq, xk, freqs_cis):
-    xq_ = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))
-    xk_ = torch.view_as_complex(xk.float().reshape(*xk.shape[:-1], -1, 2))
-    freqs_cis = freqs_cis.view(1, xq_.shape[1], 1, xq_.shape[-1])
-    xq_out = torch.view_as_real(xq_ * freqs_cis).flatten(3)
-    xk_out = torch.view_as_real(xk_ * freqs_cis).flatten(3)
-    return xq_out.type_as(xq), xk_out.type_as(xk)
-
-
-def repeat_kv(x, n_rep):
-    bs, slen, heads, size = x.shape
-    return x[:, :, :, None, :].expand(bs, slen, heads, n_rep, size).reshape(bs, slen, heads * n_rep, size)
-
-
-class LlamaAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wq, self.wo = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.wk, self.wv = (nn.Linear(WIDTH, 2 * SIZE, bias=False) for _ in range(2))
-        self.cache_k, self.cache_v = torch.zeros(2, LONGEST, 2, SIZE), torch.zeros(2, LONGEST, 2, SIZE)
-
-    def forward(self, x, start_pos, freqs_cis, mask):
-        bsz, seqlen, _ = x.shape
-        xq, xk, xv = self.wq(x), self.wk(x), self.wv(x)
-        xq, xk = xq.view(bsz, seqlen, HEADS, SIZE), xk.view(bsz, seqlen, 2, SIZE)
-        xv = xv.view(bsz, seqlen, 2, SIZE)
-        xq, xk = complex_rotation(xq, xk, freqs_cis=freqs_cis)
-        self.cache_k, self.cache_v = self.cache_k.to(xq), self.cache_v.to(xq)
-        self.cache_k[:bsz, start_pos : start_pos + seqlen] = xk
-        self.cache_v[:bsz, start_pos : start_pos + seqlen] = xv
-        keys, values = self.cache_k[:bsz, : start_pos + seqlen], self.cache_v[:bsz, : start_pos + seqlen]
-        keys, values = repeat_kv(keys, HEADS // 2), repeat_kv(values, HEADS // 2)
-        xq, keys, values = xq.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
-        scores = torch.matmul(xq, keys.transpose(2, 3)) / math.sqrt(SIZE)
-        if mask is not None:
-            scores = scores + mask
-        scores = F.softmax(scores.float(), dim=-1).type_as(xq)
-        output = torch.matmul(scores, values).transpose(1, 2).contiguous().view(bsz, seqlen, -1)
-        return self.wo(output)
-
-
 class SwiGLU(nn.Module):
     def __init__(self):
         super().__init__()
@@ -187,45 +141,6 @@ class SwiGLU(nn.Module):
 
     def forward(self, x):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-class LlamaBlock(nn.Module):
-    def __init__(self, layer_id):
-        super().__init__()
-        self.attention, self.feed_forward, self.layer_id = LlamaAttention(), SwiGLU(), layer_id
-        self.attention_norm, self.ffn_norm = RMSNorm(WIDTH), RMSNorm(WIDTH)
-
-    def forward(self, x, start_pos, freqs_cis, mask):
-        h = x + self.attention(self.attention_norm(x), start_pos, freqs_cis, mask)
-        return h + self.feed_forward(self.ffn_norm(h))
-
-
-class ReferenceLlama(nn.Module):
-    """A start position that has no default, frequencies that are an attribute, inference mode, float32 logits."""
-
-    def __init__(self):
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = torch.nn.ModuleList()
-        for layer_id in range(LAYERS):
-            self.layers.append(LlamaBlock(layer_id))
-        self.norm, self.output = RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.freqs_cis = precompute_freqs_cis(SIZE, LONGEST * 2)
-
-    @torch.inference_mode()
-    def forward(self, tokens, start_pos: int):
-        _bsz, seqlen = tokens.shape
-        h = self.tok_embeddings(tokens)
-        self.freqs_cis = self.freqs_cis.to(h.device)
-        freqs_cis = self.freqs_cis[start_pos : start_pos + seqlen]
-        mask = None
-        if seqlen > 1:
-            mask = torch.full((seqlen, seqlen), float("-inf"), device=tokens.device)
-            mask = torch.triu(mask, diagonal=1)
-            mask = torch.hstack([torch.zeros((seqlen, start_pos), device=tokens.device), mask]).type_as(h)
-        for layer in self.layers:
-            h = layer(h, start_pos, freqs_cis, mask)
-        return self.output(self.norm(h)).float()
 
 
 # ---- torch's own layers
@@ -311,13 +226,14 @@ class Answer:
 
 
 class Experts(nn.Module):
-    """Routed layers; the answer is an object with logits in it."""
+    """Routed layers, in inference mode; the answer is an object with logits in it."""
 
     def __init__(self):
         super().__init__()
         self.tok_embeddings, self.stages = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([MoEBlock() for _ in range(LAYERS)])
         self.norm, self.output = RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
+    @torch.inference_mode()
     def forward(self, tokens):
         h, states = self.tok_embeddings(tokens), []
         for layer in self.stages:
@@ -329,14 +245,11 @@ class Experts(nn.Module):
 MODELS = {
     "nanogpt": NanoGPT,
     "nanogpt_manual": lambda: NanoGPT(flash=False, bias=True),
-    "reference_llama": ReferenceLlama,
     "encoder": Encoder,
     "encoder_seq_first": lambda: Encoder(batch_first=False),
     "numbered": Numbered,
     "experts": Experts,
 }
-ARGUMENTS = {"reference_llama": {"start_pos": 0}}
-"""What a model is given besides tokens."""
 
 
 def build(name, dtype=torch.float32, seed=0):

@@ -273,18 +273,6 @@ def test_a_replaced_function_is_named(kind, monkeypatch):
     assert located(build("llama", attention="eager"), strict=True).verdict == "INCONCLUSIVE"
 
 
-def test_names_of_a_star_import_are_the_file_s_own(tmp_path, monkeypatch):
-    (tmp_path / "own_model.py").write_text("from torch.nn import *\nfrom functools import partial\nclass Own(Identity): pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import own_model
-
-    model = gpt()
-    model.h[0].norm = nn.Sequential(model.h[0].norm, own_model.Own())
-    assert located(model, strict=True).foreign == []
-    monkeypatch.setattr(own_model, "Identity", nn.ReLU)
-    assert located(model).foreign == ["own_model.Identity, which is ReLU from torch.nn.modules.activation"]
-
-
 def test_a_swapped_class_is_named_as_a_class(monkeypatch):
     from transformers.models.llama import modeling_llama
 

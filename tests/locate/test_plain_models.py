@@ -12,7 +12,7 @@ from shaketable.capture.trace import call_with_tokens, logits_of
 from shaketable.compare.compare import compare
 from shaketable.compare.fingerprint import fingerprint
 from shaketable.sites.structure import find_layers
-from tests.locate.plain_models import ARGUMENTS, LAYERS, MODELS, build, tokens
+from tests.locate.plain_models import LAYERS, MODELS, build, tokens
 
 pytestmark = pytest.mark.attack("models of one's own")
 LAYERED = [name for name in MODELS if name != "numbered"]
@@ -23,13 +23,13 @@ PRODUCTS = {ATEN.mm, ATEN.addmm, ATEN.bmm, ATEN.linear, ATEN.matmul}
 ATTENTION = {ATEN._softmax, ATEN.softmax, ATEN._scaled_dot_product_flash_attention_for_cpu}
 
 
-def located(model, name, mode="host", **options):
-    return st.locate(model, mode=mode, input_ids=tokens(), arguments=ARGUMENTS.get(name), **options)
+def located(model, mode="host", **options):
+    return st.locate(model, mode=mode, input_ids=tokens(), **options)
 
 
-def logits(model, name):
+def logits(model):
     with torch.no_grad():
-        return logits_of(call_with_tokens(model, tokens(), ARGUMENTS.get(name)), model).clone()
+        return logits_of(call_with_tokens(model, tokens()), model).clone()
 
 
 # ---- healthy
@@ -40,11 +40,11 @@ def logits(model, name):
 def test_a_healthy_model_is_healthy_on_the_host_and_nobody_s_gauge_is_known(name, dtype):
     model = build(name, dtype)
     for mode in ("host", "all"):
-        found = located(model, name, mode)
+        found = located(model, mode)
         assert (found.verdict, found.num_layers, found.foreign) == ("HEALTHY", LAYERS, []), found.sentence
         assert "Not checked: the weights and the config against a file" in found.sentence
         assert "the model cannot be built from one" in found.sentence
-    found = located(model, name, "device")
+    found = located(model, "device")
     assert found.verdict == "INCONCLUSIVE"
     assert found.sentence.startswith("INCONCLUSIVE: layer 0, twin: no symmetries are known for the architecture")
 
@@ -64,10 +64,10 @@ def test_what_forward_needs_and_was_not_given_is_told_in_one_line():
 def test_the_fast_path_of_torch_s_layers_is_off_while_they_are_judged_and_that_is_said():
     model = build("encoder")
     assert torch.backends.mha.get_fastpath_enabled()
-    found = located(model, "encoder")
+    found = located(model)
     assert torch.backends.mha.get_fastpath_enabled()
     assert "fast path" in found.sentence.partition("Not run")[2]
-    assert "fast path" not in located(build("nanogpt"), "nanogpt").sentence
+    assert "fast path" not in located(build("nanogpt")).sentence
 
 
 # ---- faulty
@@ -108,7 +108,7 @@ def test_a_linear_that_loses_a_channel_is_found_with_its_layer(name, dtype):
     model = build(name, dtype)
     path, linear = [(p, m) for p, m in find_layers(model)[0][1].named_modules() if type(m) is nn.Linear][-1]
     one_channel_dead(linear)
-    found = located(model, name)
+    found = located(model)
     assert (found.verdict, found.layer, found.op, found.lanes) == ("FAULT", 1, path, [3]), found.sentence
 
 
@@ -120,7 +120,7 @@ def test_a_linear_that_loses_a_channel_is_found_with_its_layer(name, dtype):
 def test_one_wrong_value_below_torch_s_functions_is_found_with_its_layer(name, operators, dtype):
     model = build(name, dtype)
     with OneWrongValue(find_layers(model)[0][1], operators):
-        found = located(model, name)
+        found = located(model)
     assert (found.verdict, found.layer) == ("FAULT", 1), found.sentence
 
 
@@ -129,11 +129,11 @@ def test_one_wrong_value_below_torch_s_functions_is_found_with_its_layer(name, o
 
 @EVERY
 def test_a_model_is_like_its_own_fingerprint_and_a_layer_that_is_not_is_named(name):
-    model, arguments = build(name), ARGUMENTS.get(name)
-    taken = fingerprint(model, input_ids=tokens(), arguments=arguments)
-    assert not any(row.difference.differing for row in compare(taken, model, arguments=arguments).rows)
+    model = build(name)
+    taken = fingerprint(model, input_ids=tokens())
+    assert not any(row.difference.differing for row in compare(taken, model).rows)
     with st.inject(model, "relative_gaussian:0.05@layer.1"):
-        found = compare(taken, model, arguments=arguments)
+        found = compare(taken, model)
     assert {row.layer for row in found.rows if row.difference.differing} == {1} and found.exit_code == 1
 
 
@@ -145,14 +145,14 @@ def test_layers_and_operators_are_shaken_and_off_is_off(name):
     model = build(name)
     torch.backends.mha.set_fastpath_enabled(False)  # with a hook on a module torch's layers leave it, whatever the hook does
     try:
-        clean = logits(model, name)
+        clean = logits(model)
         for plan in ("relative_gaussian:0.05@layer.1", "relative_gaussian:0.05@op.all,layers=1"):
             injection = st.inject(model, plan, seed=1)
             with injection as ledger:
-                assert not torch.equal(logits(model, name), clean)
+                assert not torch.equal(logits(model), clean)
                 injection.disable()
-                assert torch.equal(logits(model, name), clean)
+                assert torch.equal(logits(model), clean)
             assert ledger.sites[0].by("layer").keys() == {"1"}
-            assert torch.equal(logits(model, name), clean)
+            assert torch.equal(logits(model), clean)
     finally:
         torch.backends.mha.set_fastpath_enabled(True)

@@ -28,7 +28,7 @@ def filled(module, dtype):
 
 
 def outside(module, got, *args):
-    call = Call(None, args, {}, got.dtype, Precision(), lambda t: t.double())
+    call = Call(None, args, {}, got.dtype, Precision())
     leaf = leaf_of(module)
     assert leaf is not None
     return leaf.allowed(call, lambda name: dict(module.named_parameters())[name].detach()).outside(got)
@@ -73,14 +73,6 @@ def test_what_the_module_returns_is_inside_and_a_wrong_value_is_not(name, dtype)
     assert outside(module, got * (1 + by), x)[sized].double().mean() > 0.9
     got[1, 4, 5] = math.nan
     assert outside(module, got, x).nonzero().tolist() == [[1, 4, 5]]
-
-
-def test_an_embedding_is_exact():
-    module, ids = filled(nn.Embedding(10, 4), torch.bfloat16), torch.tensor([[1, 7, 1]])
-    got = module(ids).detach()
-    assert not outside(module, got, ids).any()
-    got[0, 1, 2] *= 1 + 2.0**-7
-    assert outside(module, got, ids).nonzero().tolist() == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

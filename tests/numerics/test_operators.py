@@ -22,7 +22,7 @@ EXACT = Precision()
 def host_call(func, args, kwargs, dtype, precision=EXACT):
     """A recorded call with copies of its arguments."""
     args, kwargs = map_tensors(args, torch.clone), map_tensors(kwargs, torch.clone)
-    return Call(func, args, kwargs, dtype, precision, lambda t: t.double())
+    return Call(func, args, kwargs, dtype, precision)
 
 
 def allowed(func, args, kwargs, dtype, precision=EXACT):
@@ -265,14 +265,6 @@ def test_a_small_input_of_a_norm_without_an_eps_may_be_divided_by_that_of_either
     assert int(bound.outside(got).sum()) == 1
 
 
-def test_factors_that_a_device_is_documented_to_round_widen_the_bound():
-    args = (draw(2, 24, 7), draw(24, 1, 4, seed=6), None, 1, 3, 1, 24)
-    nearly = F.conv1d(*args) * (1 + 2.0**-10)
-    documented = Precision(product_input=2.0**-10)
-    assert allowed(F.conv1d, args, {}, torch.float32).outside(nearly).double().mean() > 0.5
-    assert allowed(F.conv1d, args, {}, torch.float32, documented).outside(nearly).double().mean() < 0.1
-
-
 # ---- oracles that are not torch
 
 
@@ -334,19 +326,6 @@ def test_attention_is_what_its_formula_says(seed, groups, lengths, kind, scale, 
     bound = allowed(F.scaled_dot_product_attention, (q, k, v), kwargs, dtype)
     assert torch.allclose(bound.value, true, rtol=1e-5, atol=1e-6)
     assert not bound.outside(true.to(dtype)).any()
-
-
-@pytest.mark.parametrize("wrong", ["scale", "causal", "head", "mask"])
-def test_attention_with_another_argument_is_outside(wrong):
-    q, k, v = (draw(1, 4, 12, 16, seed=s) for s in range(3))
-    got = {
-        "scale": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.251),
-        "causal": lambda: F.scaled_dot_product_attention(q, k, v),
-        "head": lambda: F.scaled_dot_product_attention(q, k.roll(1, 1), v, is_causal=True),
-        "mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(12, 12, dtype=torch.bool).tril(-1)),
-    }[wrong]()
-    right = allowed(F.scaled_dot_product_attention, (q, k, v), {"is_causal": True}, torch.float32)
-    assert right.outside(got).double().mean() > 0.5
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])

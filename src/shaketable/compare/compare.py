@@ -356,7 +356,7 @@ class _Replay:
         if leaf is None:
             return None
         dtype = y.dtype if leaf.kind in operators.PRODUCTS else None  # the model may put autocast on
-        call = Call(None, (as_autocast(x, dtype),), {}, y.dtype, precision, lambda tensor: tensor.double())
+        call = Call(None, (as_autocast(x, dtype),), {}, y.dtype, precision)
         with torch._C.DisableTorchFunction():
             allowed = leaf.allowed(call, lambda name: as_autocast(self.reference.weight(f"{path}.{name}"), dtype))
             return int(allowed.outside(y).sum())

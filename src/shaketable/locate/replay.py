@@ -155,7 +155,7 @@ class _Replay:
         """Allowed results of an operator."""
         results = [self.reference.near(t) for t in tensors_of(record.output)]
         args, kwargs = self._arguments(record)
-        call = Call(record.func, args, kwargs, results[0].dtype, self.precision, self.reference.wide)
+        call = Call(record.func, args, kwargs, results[0].dtype, self.precision)
         if record.func is None:
             return [self._leaf(call, results[0], record)]
         pairs, is_defined = allowed_results(call, function_name(record.func), results)

@@ -174,7 +174,7 @@ class Definitions:
                 for other in totals:
                     parts.append(operators.weighted(total * _norm_scale(own.module, other), weight, call.output.dtype))
                 continue
-            given = Call(None, (total,), {}, call.output.dtype, precision, lambda t: t)
+            given = Call(None, (total,), {}, call.output.dtype, precision)
             found = own.allowed(given, lambda name: self.weight(f"{call.name}.{name}"))
             part = found.interval() if isinstance(found, Around) else found
             assert isinstance(part, RoundingInterval)
@@ -201,7 +201,7 @@ class Definitions:
         if own is None or own.kind not in ("silu", "gelu", "gelu_tanh"):
             raise UnavailableError(f"there is no definition of {call.name}")
         x, up, dtype = call.inputs["x"], call.inputs["up"].double(), call.output.dtype
-        given = Call(None, (x,), {}, x.dtype, precision, lambda t: t.double())
+        given = Call(None, (x,), {}, x.dtype, precision)
         inner = own.allowed(given, lambda name: torch.empty(0))
         assert isinstance(inner, Around)
         once = Around(inner.value * up, inner.slack * up.abs() + UA * (inner.value * up).abs() + TINY, dtype).interval()
@@ -307,7 +307,7 @@ def _norm_inputs(call: OperatorCall) -> list[Tensor]:
 
 def _norm_scale(norm: Any, x: Tensor) -> Tensor:
     """The factor of an RMSNorm; a kernel may take it from a sum before it is rounded, and multiply the rounded one."""
-    bare = Leaf("rmsnorm_bare", norm).allowed(Call(None, (x,), {}, x.dtype, EXACT, lambda t: t), lambda name: torch.empty(0))
+    bare = Leaf("rmsnorm_bare", norm).allowed(Call(None, (x,), {}, x.dtype, EXACT), lambda name: torch.empty(0))
     assert isinstance(bare, Around)
     return (bare.value * x).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True).clamp_min(1e-300)
 
@@ -384,7 +384,7 @@ class Attention:
     def allowed(self, precision: Precision) -> Around:
         """All that a correct kernel may return."""
         given = {"attn_mask": self.mask, "scale": self.scale}
-        call = Call(None, (self.q, self.k, self.v), given, self.got.dtype, precision, lambda t: t.double())
+        call = Call(None, (self.q, self.k, self.v), given, self.got.dtype, precision)
         found = operators.attention(call)
         slack, free = found.slack, found.free
         assert isinstance(slack, Tensor)

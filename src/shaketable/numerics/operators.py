@@ -63,8 +63,6 @@ _ARITHMETIC = """
     __truediv__ __rtruediv__ __rdiv__ __neg__ __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_ div_
 """
 REDUCED = (torch.bfloat16, torch.float16)
-WIDENED = 1 << 24
-"""float32 weights up to this size are kept in float64 for the time of one layer."""
 COARSE = 0.125
 """A relative error of a sum above which nothing is proved by being within it."""
 ARITHMETIC = frozenset(_ARITHMETIC.split())
@@ -85,8 +83,6 @@ class Call:
     dtype: torch.dtype
     """The result's dtype."""
     precision: Precision
-    wide: Callable[[Tensor], Tensor]
-    """A tensor in float64; remembers what it made for a layer's tensors."""
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
         """An argument by position or name."""
@@ -104,17 +100,11 @@ def _linear(call: Call) -> Product:
 
 def linear(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, transposed: bool = False) -> Product:
     """x @ wᵀ + bias, or x @ w + bias for a weight that is stored transposed."""
-    w = widened(call, w)
-    return Product(call.wide(x), w.T if transposed else w, bias, call.dtype, call.precision)
-
-
-def widened(call: Call, w: Tensor) -> Tensor:
-    """A float32 weight in float64, unless it is large: then it is widened block by block."""
-    return call.wide(w) if w.numel() <= WIDENED and w.dtype == torch.float32 else w
+    return Product(x.double(), w.T if transposed else w, bias, call.dtype, call.precision)
 
 
 def _matmul(call: Call) -> Around:
-    x, w = call.wide(call.args[0]), call.wide(call.get(1, "other", call.kwargs.get("mat2")))
+    x, w = call.args[0].double(), call.get(1, "other", call.kwargs.get("mat2")).double()
     left, right = x.dim() == 1, w.dim() == 1
     whole = product(call, x[None] if left else x, w[:, None] if right else w)
     dims = tuple(dim for dim, is_vector in ((-2, left), (-1, right)) if is_vector)
@@ -124,7 +114,7 @@ def _matmul(call: Call) -> Around:
 
 def _addmm(call: Call) -> Around:
     beta, alpha = float(call.kwargs.get("beta", 1)), float(call.kwargs.get("alpha", 1))
-    x, w = (call.wide(call.get(i, f"mat{i}", call.kwargs.get(f"batch{i}"))) for i in (1, 2))
+    x, w = (call.get(i, f"mat{i}", call.kwargs.get(f"batch{i}")).double() for i in (1, 2))
     value, slack = alpha * (x @ w), abs(alpha) * product_slack(x, w, call.precision.of(call.dtype))
     if beta:
         added = beta * call.get(0, "input").double()
@@ -152,7 +142,7 @@ def _dim(call: Call, default: Any = None) -> Any:
 
 def _softmax(call: Call) -> Around:
     given, asked = call.args[0], call.kwargs.get("dtype")
-    x = call.wide(given) if asked in (None, torch.float32) else given.to(asked).double()
+    x = given.double() if asked in (None, torch.float32) else given.to(asked).double()
     dim = _dim(call, -1)
     p = x.softmax(dim)
     far = x - x.amax(dim, keepdim=True)
@@ -170,7 +160,7 @@ def attention(call: Call) -> Around:
     """
     if call.get(4, "dropout_p", 0.0):
         raise NotImplementedError("dropout that is on is random")
-    q, k, v = (call.wide(call.get(i, n)) for i, n in enumerate(("query", "key", "value")))
+    q, k, v = (call.get(i, n).double() for i, n in enumerate(("query", "key", "value")))
     shape = (*q.shape[:-1], v.shape[-1])
     mask, causal, scale = call.get(3, "attn_mask"), call.get(5, "is_causal", False), call.kwargs.get("scale")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -241,14 +231,14 @@ def layer_norm(x: Tensor, shape: tuple[int, ...], w: Tensor | None, b: Tensor | 
 
 
 def _layer_norm(call: Call) -> Around:
-    x, shape, eps = call.wide(call.args[0]), tuple(call.get(1, "normalized_shape")), call.get(4, "eps", 1e-5)
+    x, shape, eps = call.args[0].double(), tuple(call.get(1, "normalized_shape")), call.get(4, "eps", 1e-5)
     w, b = (None if t is None else t.double() for t in (call.get(2, "weight"), call.get(3, "bias")))
     return layer_norm(x, shape, w, b, eps, call.dtype)
 
 
 def _rms_norm(call: Call) -> RoundingInterval:
     """torch's own: the weight may meet a rounded value or not; an eps that is not given is the dtype's or float32's."""
-    x, w, eps = call.wide(call.args[0]), call.get(2, "weight"), call.get(3, "eps")
+    x, w, eps = call.args[0].double(), call.get(2, "weight"), call.get(3, "eps")
     dims = tuple(range(-len(call.get(1, "normalized_shape")), 0))
     choices = (torch.finfo(call.dtype).eps, torch.finfo(torch.float32).eps) if eps is None else (eps,)
     allowed = []
@@ -270,7 +260,7 @@ def normalised(x: Tensor, eps: float, dims: tuple[int, ...] = (-1,)) -> Tensor:
 
 
 def _conv1d(call: Call) -> Around:
-    x, w, bias, rest = call.wide(call.args[0]), call.get(1, "weight").double(), call.get(2, "bias"), call.args[3:]
+    x, w, bias, rest = call.args[0].double(), call.get(1, "weight").double(), call.get(2, "bias"), call.args[3:]
     rest_by_name = {k: v for k, v in call.kwargs.items() if k not in ("input", "weight", "bias")}
     value, squares = (F.conv1d(a, b, None, *rest, **rest_by_name) for a, b in ((x, w), (x.square(), torch.ones_like(w))))
     slack = summation(w[0].numel()) * squares.sqrt() * w.flatten(1).norm(dim=1)[:, None] + TINY
@@ -295,7 +285,7 @@ def _relative(
     """
 
     def define(call: Call) -> Around:
-        y = function(call.wide(call.args[0]))
+        y = function(call.args[0].double())
         size = ulps * UA + (2 * UNIT[call.dtype] if rounds_twice and call.dtype in REDUCED else 0.0)
         return Around(y, size * y.abs() + absolute * UA + TINY, call.dtype)
 
@@ -303,9 +293,9 @@ def _relative(
 
 
 def _pow(call: Call) -> Around:
-    base = call.wide(call.args[0]) if isinstance(call.args[0], Tensor) else call.args[0]
+    base = call.args[0].double() if isinstance(call.args[0], Tensor) else call.args[0]
     exponent = call.get(1, "exponent")
-    exponent = exponent if isinstance(exponent, int | float) else call.wide(exponent)
+    exponent = exponent if isinstance(exponent, int | float) else exponent.double()
     y = torch.pow(base, exponent)
     # Small whole powers of reduced dtypes are products that some devices round one by one.
     slack = 8 * UA if call.dtype in (torch.float32, torch.float64) else 2 * UNIT[call.dtype]
@@ -314,7 +304,7 @@ def _pow(call: Call) -> Around:
 
 def _reduction(mean: bool) -> Callable[[Call], Around]:
     def define(call: Call) -> Around:
-        x, dim, keep = call.wide(call.args[0]), _dim(call), call.get(2, "keepdim", call.kwargs.get("keepdims", False))
+        x, dim, keep = call.args[0].double(), _dim(call), call.get(2, "keepdim", call.kwargs.get("keepdims", False))
         dims = tuple(range(x.dim())) if dim is None else dim
         total, size = x.sum(dims, keepdim=keep), x.abs().sum(dims, keepdim=keep)
         n = x.numel() / max(total.numel(), 1)
@@ -325,7 +315,7 @@ def _reduction(mean: bool) -> Callable[[Call], Around]:
 
 
 def _exp(call: Call) -> Around:
-    x = call.wide(call.args[0])
+    x = call.args[0].double()
     y = x.exp()
     return Around(y, UA * (8 + 2 * x.abs().clamp(max=1e4)) * y + TINY, call.dtype)
 
@@ -354,8 +344,8 @@ BOUNDED: dict[str, Callable[[Call], Allowed]] = {
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "conv1d": _conv1d,
-    "silu": lambda call: silu(call.wide(call.args[0]), call.dtype),
-    "gelu": lambda call: gelu(call.wide(call.args[0]), call.dtype, call.kwargs.get("approximate", "none")),
+    "silu": lambda call: silu(call.args[0].double(), call.dtype),
+    "gelu": lambda call: gelu(call.args[0].double(), call.dtype, call.kwargs.get("approximate", "none")),
     "tanh": _relative(torch.tanh, 12),
     "sigmoid": _relative(torch.sigmoid, 16),
     "rsqrt": _relative(torch.rsqrt, 8, rounds_twice=True),
@@ -436,7 +426,7 @@ def _complex(call: Call, name: str) -> Allowed:
         a, b = (torch.as_tensor(f).to(torch.complex128) for f in (call.args[0], call.get(1, "other")))
         value, size = a * b, a.abs() * b.abs()
     elif name == "polar":
-        radius, angle = call.wide(call.get(0, "abs")), call.wide(call.get(1, "angle"))
+        radius, angle = call.get(0, "abs").double(), call.get(1, "angle").double()
         value, size = torch.polar(radius, angle), 3 * radius.abs()
     else:
         return RoundingInterval.exactly(parts(rounded_once(call, name).low))
@@ -585,12 +575,12 @@ class Leaf:
         if self.kind == "identity":
             return RoundingInterval.exactly(x)
         if self.kind == "silu":
-            return silu(call.wide(x), call.dtype)
+            return silu(x.double(), call.dtype)
         if self.kind in ("gelu", "gelu_tanh"):
-            return gelu(call.wide(x), call.dtype, "tanh" if self.kind == "gelu_tanh" else "none")
+            return gelu(x.double(), call.dtype, "tanh" if self.kind == "gelu_tanh" else "none")
         if self.kind == "layernorm":
             w, b = (None if module._parameters.get(n) is None else weight(n).double() for n in ("weight", "bias"))
-            return layer_norm(call.wide(x), module.normalized_shape, w, b, module.eps, call.dtype)
+            return layer_norm(x.double(), module.normalized_shape, w, b, module.eps, call.dtype)
         return self._rms_norm(call, x, weight)
 
     def _rms_norm(self, call: Call, x: Tensor, weight: Weight) -> Allowed:
@@ -598,7 +588,7 @@ class Leaf:
 
         In float32 both roundings are of a size with the error of the square root, and one bound covers all.
         """
-        normed = normalised(call.wide(x), float(getattr(self.module, _eps_name(self.module) or "")))
+        normed = normalised(x.double(), float(getattr(self.module, _eps_name(self.module) or "")))
         if self.kind == "rmsnorm_bare":
             return Around.relative(normed, 12, call.dtype)
         w = weight("weight").double()
@@ -648,7 +638,7 @@ def _follows(module: nn.Module, kind: str, dtype: torch.dtype) -> bool:
         x = torch.randn(max(4, 512 // shape[-1]), *shape, generator=generator).mul_(math.sqrt(eps or 1.0)).to(dtype)
         w = torch.empty(0) if weight is None else torch.randn(shape, generator=generator).to(dtype)
         got = _run(module, x, None if weight is None else w)
-        call = Call(None, (x,), {}, got.dtype, Precision(), lambda tensor: tensor.double())
+        call = Call(None, (x,), {}, got.dtype, Precision())
         return got.shape == x.shape and not bool(Leaf(kind, module).allowed(call, lambda name: w).outside(got).any())
     except Exception:  # code that is not called as its model calls it: it is recorded function by function
         return False
