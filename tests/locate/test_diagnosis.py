@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, LayerStatistics, Result
+from shaketable.locate.diagnosis import Diagnosis, Evidence, LayerReport, LayerStatistics, Result
 from shaketable.locate.verdict import decide
 
 
@@ -48,33 +48,6 @@ def test_the_first_layer_in_the_order_of_computation_is_blamed():
 
 
 @pytest.mark.parametrize(
-    ("probes", "wins"),
-    [
-        (("twin", "repeat", "links", "replay", "weights"), "weights"),
-        (("twin", "repeat", "links", "replay"), "replay"),
-        (("twin", "repeat"), "repeat"),
-    ],
-)
-def test_in_one_layer_the_strongest_evidence_names_the_operator(probes, wins):
-    found = passing()
-    found.evidence = [evidence(1, probe, op=f"op of {probe}", fault_class=probe) for probe in probes]
-    decided(found)
-    assert found.op == f"op of {wins}" and found.evidence[0].probe == wins
-    assert found.fault_class == ("repeat" if "repeat" in probes else wins), "an unstable fault is named after its instability"
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_suspicion_alone_decides_nothing(mode):
-    found = passing(mode=mode)
-    found.probes[1].results["twin"] = Result("suspect", 3.0, "mlp", "3 times the tolerance")
-    decided(found)
-    assert (found.verdict, found.exit_code, found.layer) == ("INCONCLUSIVE", 4, None)
-    assert "layer 1 is suspect (twin: 3 times the tolerance)" in str(found)
-    assert ("Host mode decides" in str(found)) == (mode == "device")
-    assert found.suspicions == [{"layer": 1, "probe": "twin", "text": "3 times the tolerance"}]
-
-
-@pytest.mark.parametrize(
     ("mode", "probe", "verdict"),
     [
         ("device", "twin", "INCONCLUSIVE"), ("host", "replay", "INCONCLUSIVE"), ("all", "repeat", "INCONCLUSIVE"),
@@ -105,16 +78,3 @@ def test_json_is_strict(tmp_path):
     assert plain["probes"][0]["results"]["repeat"]["score"] is None
     assert list(plain["probes"][1]["statistics"].values()) == [None, 1.0, None, 0.0, 0.1, 3, None]
     assert plain["evidence"][0]["examples"] == [{"got": None, "low": 1.0}]
-
-
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("strict", [False, True])
-def test_foreign_code_is_named_and_counted(count, strict):
-    found = passing(mode="host")
-    found.strict, found.foreign = strict, [f"hook {i}" for i in range(count)]
-    said = str(decided(found))
-    more = f" and {count - 1} more" if count > 1 else ""
-    if strict:
-        assert said == f"INCONCLUSIVE: hook 0 is not the model's code{more}; nothing that was judged is wrong."
-    else:
-        assert said.endswith(f" Code that is not the model's was trusted: hook 0{more}.") and found.verdict == "HEALTHY"

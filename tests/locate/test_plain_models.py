@@ -50,7 +50,7 @@ def test_a_healthy_model_is_healthy_on_the_host_and_nobody_s_gauge_is_known(name
 
 
 def test_blocks_that_are_numbered_attributes_are_layers():
-    found = located(build("numbered"), "numbered")
+    found = located(build("numbered"))
     assert (found.verdict, found.num_layers) == ("HEALTHY", LAYERS), found.sentence
 
 

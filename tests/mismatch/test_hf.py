@@ -55,12 +55,3 @@ def test_arguments_that_mean_nothing_are_refused_in_one_line(arguments, says):
     with pytest.raises(ShaketableError, match=says) as caught:
         open_engine("hf", "nano", arguments)
     assert "\n" not in str(caught.value)
-
-
-def test_a_model_without_keys_and_values_is_refused_in_one_line(tmp_path):
-    from transformers import MambaConfig, MambaForCausalLM
-
-    MambaForCausalLM(MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1)).save_pretrained(tmp_path)
-    pairs.trainer().tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ShaketableError, match="needs a cache of keys and values, and MambaForCausalLM has none"):
-        open_engine("hf", str(tmp_path), {})

@@ -72,6 +72,7 @@ def locate(
 
     from shaketable.cli.loading import token_ids
     from shaketable.locate.locate import locate as find
+    from shaketable.report.locate_html import page
 
     is_own = names_code(model)
     with progress_bar() as (bar, _):
@@ -91,14 +92,8 @@ def locate(
             progress=bar.layers,
         )
     show(diagnosis, statistics)
-    outputs.save(diagnosis.as_dict, lambda: _page(diagnosis))
+    outputs.save(diagnosis.as_dict, lambda: page(diagnosis.as_dict()))
     raise typer.Exit(diagnosis.exit_code)
-
-
-def _page(diagnosis: Diagnosis) -> str:
-    from shaketable.report.locate_html import page
-
-    return page(diagnosis.as_dict())
 
 
 def show(diagnosis: Diagnosis, statistics: bool = False) -> None:

@@ -428,14 +428,9 @@ class _Between:
         if id(arrived) not in self.inexact:
             return Difference.of(stored, arrived).differing
         roundoff = max(UNIT[stored.dtype], self.replay.precision.product_input, self.replay.stored_precision.product_input)
-        gap = (stored.double() - arrived.cpu().double()).abs()
-        return int((~(gap <= closeness(stored, self.replay.file.about.tokens, roundoff))).sum())
-
-
-def closeness(stored: Tensor, tokens: int, roundoff: float) -> Tensor:
-    """Error bound of a correct result of attention, per token."""
-    size = stored.double().abs().amax(-1, keepdim=True)
-    return (16 * roundoff + (1024 + 64 * tokens) * ACCUMULATION) * size + TINY
+        gap, size = (stored.double() - arrived.cpu().double()).abs(), stored.double().abs().amax(-1, keepdim=True)
+        bound = (16 * roundoff + (1024 + 64 * self.replay.file.about.tokens) * ACCUMULATION) * size + TINY
+        return int((~(gap <= bound)).sum())
 
 
 class _Forcing:

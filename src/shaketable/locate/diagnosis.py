@@ -130,13 +130,9 @@ class Diagnosis:
             del item["place"]
         return plain
 
-    def to_json(self) -> str:
-        """The diagnosis as strict JSON."""
-        return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
-
     def save(self, path: Path) -> None:
-        """Write the diagnosis as JSON."""
-        path.write_text(self.to_json(), encoding="utf-8")
+        """Write the diagnosis as strict JSON."""
+        path.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         return self.sentence

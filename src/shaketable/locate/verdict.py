@@ -9,8 +9,6 @@ closely, stands in the sentence.
 
 from __future__ import annotations
 
-from typing import Any
-
 from shaketable.locate.diagnosis import Diagnosis
 
 STRENGTH = ("weights", "replay", "links", "repeat", "twin", "causal", "batch", "decode")
@@ -55,16 +53,18 @@ def decide(diagnosis: Diagnosis, has_file: bool) -> None:
     operators = [counts for probe in d.probes for counts in probe.coverage.values()]
     names = dict.fromkeys(name for counts in operators for name in counts)
     d.coverage = {"operators": len(operators)} | {name: sum(c.get(name, 0) for c in operators) for name in names}
-    d.suspicions = _suspicions(d)
+    d.suspicions = [
+        {"layer": p.layer, "probe": name, "text": r.reason}
+        for p in d.probes
+        for name, r in p.results.items()
+        if r.status == "suspect"
+    ]
+    gaps = _gaps(d)
     if d.evidence:
         _blame(d)
-        d.sentence = _fault(d)
-    elif d.suspicions or (gaps := _gaps(d)):
-        d.verdict = "INCONCLUSIVE"
-        d.sentence = _suspect(d) if d.suspicions else f"INCONCLUSIVE: {_first(gaps)}; nothing that was judged is wrong."
     else:
-        d.verdict = "HEALTHY"
-        d.sentence = _healthy(d)
+        d.verdict = "INCONCLUSIVE" if d.suspicions or gaps else "HEALTHY"
+    d.sentence = _sentence(d, gaps)
 
 
 def _blame(d: Diagnosis) -> None:
@@ -77,15 +77,6 @@ def _blame(d: Diagnosis) -> None:
     unstable = next((e for e in d.evidence if e.place == first.place and e.probe == "repeat"), None)
     if unstable is not None:
         d.fault_class = unstable.fault_class
-
-
-def _suspicions(d: Diagnosis) -> list[dict[str, Any]]:
-    return [
-        {"layer": p.layer, "probe": name, "text": r.reason}
-        for p in d.probes
-        for name, r in p.results.items()
-        if r.status == "suspect"
-    ]
 
 
 def _gaps(d: Diagnosis) -> list[str]:
@@ -106,51 +97,36 @@ def _gaps(d: Diagnosis) -> list[str]:
 # ---- wording
 
 
-def _healthy(d: Diagnosis) -> str:
-    by = "twins on the device" if d.mode == "device" else "a replay on the host"
-    text = f"HEALTHY: all {d.num_layers} layers compute what they should, as far as {by} can see{_seen_less(d)}."
-    text += f" Not run: {', '.join(d.not_run)}." if d.not_run else ""
-    return text + (f" Not checked: {'; '.join(d.believed)}." if d.believed else "") + _trusted(d)
-
-
-def _trusted(d: Diagnosis) -> str:
-    return f" Code that is not the model's was trusted: {_first(d.foreign)}." if d.foreign else ""
-
-
-def _seen_less(d: Diagnosis) -> str:
-    """Results that the deciding probe did not look at, or not as closely."""
+def _sentence(d: Diagnosis, gaps: list[str]) -> str:
+    """The verdict in words, with what was trusted and what was not looked at."""
+    trusted = f" Code that is not the model's was trusted: {_first(d.foreign)}." if d.foreign else ""
+    if d.verdict == "FAULT":
+        function = " ".join(part for part in (d.function, f"after {d.after}" if d.after else "") if part)
+        where = (d.op or ("output" if d.layer is not None else "the model")) + (f" ({function})" if function else "")
+        channels = ""
+        if d.lanes and d.lanes_of:
+            some = f"{len(d.lanes):,} of {d.lanes_of:,}" if len(d.lanes) < d.lanes_of else f"all {d.lanes_of:,}"
+            channels = f"{some} channels are wrong; "
+        text = f"FAULT: {_place(d.layer)}, {where}: {channels}{d.evidence[0].text} ({d.fault_class})."
+        others = list(dict.fromkeys(_place(e.layer) for e in d.evidence if e.layer != d.layer))
+        more = f" and {len(others) - 4} more places" if len(others) > 4 else ""
+        return text + (f" Also faulty: {', '.join(others[:4])}{more}." if others else "") + trusted
+    if d.suspicions:
+        first = d.suspicions[0]
+        text = f"INCONCLUSIVE: {_place(first['layer'])} is suspect ({first['probe']}: {first['text']})."
+        return text + (" Host mode decides." if d.mode == "device" else "") + trusted
+    if d.verdict == "INCONCLUSIVE":
+        return f"INCONCLUSIVE: {_first(gaps)}; nothing that was judged is wrong."
+    if d.mode == "device":
+        limit = "twins on the device can see; embeddings, rotation, last norm and head were only repeated"
+    else:
+        limit = "a replay on the host can see"
     operators = [(op, counts) for probe in d.probes for op, counts in probe.coverage.items()]
-    text = "; embeddings, rotation, last norm and head were only repeated" if d.mode == "device" else ""
-    agreed = sorted({op.rpartition(":")[2] for op, counts in operators if counts.get("agreed")})
-    return text + (f"; of {', '.join(agreed)} only that the host makes the same bits is known" if agreed else "")
-
-
-def _suspect(d: Diagnosis) -> str:
-    first = d.suspicions[0]
-    text = f"INCONCLUSIVE: {_place(first['layer'])} is suspect ({first['probe']}: {first['text']})."
-    return text + (" Host mode decides." if d.mode == "device" else "") + _trusted(d)
-
-
-def _fault(d: Diagnosis) -> str:
-    where = d.op or ("output" if d.layer is not None else "the model")
-    function = " ".join(part for part in (d.function, f"after {d.after}" if d.after else "") if part)
-    where += f" ({function})" if function else ""
-    text = f"FAULT: {_place(d.layer)}, {where}: {_channels(d)}{d.evidence[0].text} ({d.fault_class})."
-    return text + _also_faulty(d) + _trusted(d)
-
-
-def _channels(d: Diagnosis) -> str:
-    if not d.lanes or not d.lanes_of:
-        return ""
-    some = f"{len(d.lanes):,} of {d.lanes_of:,}" if len(d.lanes) < d.lanes_of else f"all {d.lanes_of:,}"
-    return f"{some} channels are wrong; "
-
-
-def _also_faulty(d: Diagnosis) -> str:
-    """Where else there is evidence; four places by name."""
-    others = list(dict.fromkeys(_place(e.layer) for e in d.evidence if e.layer != d.layer))
-    more = f" and {len(others) - 4} more places" if len(others) > 4 else ""
-    return f" Also faulty: {', '.join(others[:4])}{more}." if others else ""
+    if agreed := sorted({op.rpartition(":")[2] for op, counts in operators if counts.get("agreed")}):
+        limit += f"; of {', '.join(agreed)} only that the host makes the same bits is known"
+    text = f"HEALTHY: all {d.num_layers} layers compute what they should, as far as {limit}."
+    text += f" Not run: {', '.join(d.not_run)}." if d.not_run else ""
+    return text + (f" Not checked: {'; '.join(d.believed)}." if d.believed else "") + trusted
 
 
 def _place(layer: int | None) -> str:

@@ -212,7 +212,8 @@ def _sampled(case: _Case, name: str, says: str, sampling: Sampling, is_fitted: b
 
 def _processing(case: _Case) -> Iterator[Hypothesis]:
     """Raw, processed, processed but for one step, or by the checkpoint's own defaults, which engines may take over."""
-    declared, neutral = case.sampling, _neutral(case.sampling)
+    declared = case.sampling
+    neutral = Sampling(declared.max_new_tokens, seed=declared.seed, stop=declared.stop)
     steps = [step for step in STEPS if getattr(declared, step) != getattr(neutral, step)]
     raw = "the engine returns raw log-probabilities, of the model's own logits"
     yield Hypothesis("raw log-probabilities", raw, lambda: case.against(RAW))
@@ -368,7 +369,3 @@ class _Grid:
                     parts[kind].append(torch.where(rank <= ends, own / t - mass.gather(1, ends).log(), -torch.inf).T)
             self.found[t] = {kind: self.engine - torch.cat(made, 1).numpy() for kind, made in parts.items()}
         return self.found[t]
-
-
-def _neutral(sampling: Sampling) -> Sampling:
-    return Sampling(sampling.max_new_tokens, seed=sampling.seed, stop=sampling.stop)
