@@ -11,6 +11,7 @@ import torch
 import shaketable as st
 from shaketable.errors import InertError, ModelError, ShaketableError
 from shaketable.locate.diagnosis import PROBES
+from shaketable.locate.locate import Locator
 from shaketable.numerics import operators as operator_rounding
 from tests.locate.architectures import ARCHITECTURES, TWINNED, build, tokens
 from tests.locate.wrong_device import Wrong
@@ -312,3 +313,20 @@ def test_models_that_do_not_run_are_told_in_one_line(model, ids, message):
     with pytest.raises(ModelError, match=message) as error:
         st.locate(model(), input_ids=ids)
     assert "\n" not in str(error.value)
+
+
+def test_a_probe_that_another_one_makes_needless_is_skipped_and_says_why():
+    modes = {mode: found(build("llama"), mode).probes[0].results for mode in ("host", "device", "all")}
+    result = modes["all"]["causal"]
+    assert (result.status, result.reason) == ("skipped", "replay has judged this layer, and sees more")
+    assert modes["device"]["causal"].status == "pass"
+    assert modes["host"]["weights"].reason == "no file to compare with"
+
+
+def test_memory_that_is_full_is_told_with_what_helps(monkeypatch):
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(Locator, "run", full)
+    with pytest.raises(ModelError, match=r"^there is not enough memory on cpu for one layer's probes; use fewer tokens$"):
+        found(build("llama"))
