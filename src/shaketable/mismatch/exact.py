@@ -30,6 +30,7 @@ from shaketable.mismatch.operators import Recompute
 from shaketable.mismatch.results import Exact, ExactOperator
 from shaketable.mismatch.trainer import Trainer
 from shaketable.numerics.decoder_operators import Attention, OperatorCall
+from shaketable.numerics.operators import eps_of
 
 Variants = Iterator[tuple[str, Tensor]]
 
@@ -133,8 +134,7 @@ def _products(call: OperatorCall, own: Recompute) -> Variants:
 
 def _norms(call: OperatorCall, own: Recompute) -> Variants:
     module = own.model.get_submodule(call.name)
-    eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if eps is None:
+    if (eps := eps_of(module)) is None:
         return
     weight, x = module.weight.cpu(), call.inputs["x"].to(own.dtype).float()
     sums = {"": x}

@@ -170,9 +170,12 @@ class Definitions:
         parts = []
         for total in (totals := _norm_inputs(call)):
             if own.kind in ("rmsnorm", "rmsnorm_late"):
-                weight = self.weight(f"{call.name}.weight").double()
-                for other in totals:
-                    parts.append(operators.weighted(total * _norm_scale(own.module, other), weight, call.output.dtype))
+                weight, eps = self.weight(f"{call.name}.weight").double(), operators.eps_of(own.module)
+                for (
+                    other
+                ) in totals:  # a kernel may take the mean square of a sum before it is rounded, and multiply the rounded one
+                    scale = torch.rsqrt(other.square().mean(-1, keepdim=True) + eps)
+                    parts.append(operators.weighted(total * scale, weight, call.output.dtype))
                 continue
             given = Call(None, (total,), {}, call.output.dtype, precision)
             found = own.allowed(given, lambda name: self.weight(f"{call.name}.{name}"))
@@ -303,13 +306,6 @@ def _norm_inputs(call: OperatorCall) -> list[Tensor]:
     total = call.inputs["x"].double() + call.inputs["residual"].double()
     dtype = call.inputs["x"].dtype
     return [total.to(dtype).double(), *([] if dtype == torch.float32 else [total.float().double()])]
-
-
-def _norm_scale(norm: Any, x: Tensor) -> Tensor:
-    """The factor of an RMSNorm; a kernel may take it from a sum before it is rounded, and multiply the rounded one."""
-    bare = Leaf("rmsnorm_bare", norm).allowed(Call(None, (x,), {}, x.dtype, EXACT), lambda name: torch.empty(0))
-    assert isinstance(bare, Around)
-    return (bare.value * x).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True).clamp_min(1e-300)
 
 
 def visible(attention: nn.Module, positions: Tensor, keys: int) -> Tensor:

@@ -588,7 +588,7 @@ class Leaf:
 
         In float32 both roundings are of a size with the error of the square root, and one bound covers all.
         """
-        normed = normalised(x.double(), float(getattr(self.module, _eps_name(self.module) or "")))
+        normed = normalised(x.double(), eps_of(self.module))
         if self.kind == "rmsnorm_bare":
             return Around.relative(normed, 12, call.dtype)
         w = weight("weight").double()
@@ -612,7 +612,7 @@ def _kind(module: nn.Module) -> str | None:
         return None
     if kind in ("silu", "gelu", "gelu_tanh") and "_python" in str(module.__dict__.get("act", "")):
         return None  # written out in Python, and looked into
-    if kind is None and "rmsnorm" in name.lower() and not any(module.children()) and _eps_name(module) is not None:
+    if kind is None and "rmsnorm" in name.lower() and not any(module.children()) and eps_of(module) is not None:
         return _norm_kind(module)
     return kind
 
@@ -631,7 +631,7 @@ def _norm_kind(module: nn.Module) -> str | None:
 
 def _follows(module: nn.Module, kind: str, dtype: torch.dtype) -> bool:
     """Whether the formula allows what a norm makes on the host: its roundings too, at values so small that eps counts."""
-    weight, eps = module._parameters.get("weight"), float(getattr(module, _eps_name(module) or ""))
+    weight, eps = module._parameters.get("weight"), eps_of(module)
     try:
         shape = (int(getattr(module, "normalized_shape", (8,))[-1]),) if weight is None else tuple(weight.shape)
         generator = torch.Generator().manual_seed(0)
@@ -653,5 +653,7 @@ def _run(module: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
     return got
 
 
-def _eps_name(module: nn.Module) -> str | None:
-    return next((name for name in ("variance_epsilon", "eps") if isinstance(module.__dict__.get(name), float)), None)
+def eps_of(module: nn.Module) -> Any:
+    """The eps of an RMSNorm; None of a module without one."""
+    held = (module.__dict__.get(name) for name in ("variance_epsilon", "eps"))
+    return next((eps for eps in held if isinstance(eps, float)), None)
