@@ -365,9 +365,8 @@ def from_guidance(data: Mapping[Any, Any], path: str) -> AQN:
         raise ShaketableError(f"{path}: layer_sigmas name layer {stray[0]}, which is none of its layers {join_layers(named)}")
     factors = {layer: float(f"{sigmas[layer] / base:.12g}") for layer in sorted(sigmas)}
     schedule = str(body.get("schedule", "epoch_aware"))
-    check_word(f"schedule in aqn of {path}", schedule, NAMED)
     return AQN(
-        like_the_origin(schedule, base),
+        like_the_origin(schedule, base) if schedule in NAMED else _parse(schedule).schedule,
         layers=named,
         multipliers={layer: factor for layer, factor in factors.items() if factor != 1},
         **more,

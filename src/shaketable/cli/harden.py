@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shaketable.cli.outputs import OutputFiles
-from shaketable.cli.recorded_runs import RecordedRuns, live
+from shaketable.cli.recorded_runs import RecordedRuns, live, load_rehearsed, settled
 from shaketable.cli.terminal import console, plain, print_table, say, table_of
-from shaketable.cli.verb import ForceOption, HtmlOption, JsonOption, ResumeOption, RunFolderOption, options_of
+from shaketable.cli.verb import ForceOption, JsonOption, ResumeOption, RunFolderOption, options_of
 from shaketable.errors import ShaketableError
 from shaketable.harden.config import HardenConfig
 
@@ -36,7 +36,6 @@ def harden(
     out: RunFolderOption = None,
     resume: ResumeOption = None,
     json_file: JsonOption = None,
-    html_file: HtmlOption = None,
     force: ForceOption = False,
     **fields: Any,
 ) -> None:
@@ -47,32 +46,20 @@ def harden(
 
     Example: `shaketable harden nano --task arithmetic --plan 'dead_zone:0.6,scope=token@layer.3' -o hardened`
     """
-    outputs = OutputFiles(json_file, html_file, force=force)
+    outputs = OutputFiles(json_file, force=force)
     if resume is not None:
         RUNS.resume(context, resume, outputs)
         return
     if not model or not fields["plans"]:
         example = "shaketable harden nano --task arithmetic --plan 'relative_gaussian:0.2@module.linear'"
         raise ShaketableError(f"name a model and a --plan, e.g. {example}; or --resume DIR")
-    from shaketable.models import chosen_device, hush
-    from shaketable.plan import Plan
+    from shaketable.models import hush
 
-    for name in ("plans", "eval_plans"):
-        fields[name] = tuple(dict.fromkeys(Plan.load(p).text() for p in fields[name]))
-    fields["device"] = chosen_device(fields["device"])
-    fields["dtype"] = fields["dtype"] or ("float32" if fields["device"] == "cpu" else "bfloat16")
+    config = HardenConfig.checked(model=model, **settled(fields, "plans", "eval_plans"))
     hush()
-    config = HardenConfig.checked(model=model, **fields)
-    RUNS.start(config, f"harden-{Path(config.model).name}", out, outputs, lambda: _loaded(config))
-
-
-def _loaded(config: HardenConfig) -> Any:
-    """The model, after a rehearsal without weights."""
     from shaketable.harden.scoring import rehearse
-    from shaketable.models import load_model
 
-    rehearse(config)
-    return load_model(config.model, device=config.device, dtype="float32")
+    RUNS.start(config, f"harden-{Path(config.model).name}", out, outputs, lambda: load_rehearsed(config, rehearse))
 
 
 def _run(config: HardenConfig, record: RunRecord, *, resume: bool, loaded: Any = None) -> None:
@@ -98,41 +85,20 @@ def _show(record: RunRecord, outputs: OutputFiles) -> None:
     from shaketable.harden.results import outcome
 
     found = outcome(record)
-    outputs.save(lambda: found, lambda: _page(found))
-    screen, table = console(), _table(found)
-    table.title = _title(found)
-    print_table(screen, table)
-    say(screen, *_lines(found))
+    outputs.save(lambda: found)
+    screen = console()
+    print_table(screen, _table(found))
+    say(screen, *(f"{plan}: fired {one['forward']:,} times while it was repaired" for plan, one in found["ledgers"].items()))
     screen.print(f"[bold]{plain(found['sentence'])}.[/]", soft_wrap=True)
     say(screen, f"The model: {found['model']}")
-
-
-def _page(found: dict[str, Any]) -> str:
-    from shaketable.report.table_html import page
-
-    config = found["config"]
-    facts = {"against": "; ".join(config["plans"]), "learnt from": config["task"] or config["prompts"], "model": found["model"]}
-    return page(
-        "harden",
-        config["model"],
-        "HARDENED",
-        f"{found['sentence']}.",
-        [(_title(found), _table(found))],
-        status="shown",
-        facts=facts,
-        lines=_lines(found),
-    )
-
-
-def _title(found: dict[str, Any]) -> str:
-    return f"{found['measure'].capitalize()} in % with 95 % intervals, before and after"
 
 
 def _table(found: dict[str, Any]) -> Table:
     from shaketable.report.wording import share_of
 
     names = [plain(c["name"]) for c in found["before"]]
-    table = table_of("after", (*names, "KL under it", "recovered", "seconds", "sequences"))
+    title = f"{found['measure'].capitalize()} in % with 95 % intervals, before and after"
+    table = table_of("after", (*names, "KL under it", "recovered", "seconds", "sequences"), title)
     table.add_row("untreated", *_scores(found["before"]), _kl(found["before"]), "–", "–", "–")
     for rung in found["rungs"]:
         cost = rung["cost"]
@@ -142,11 +108,6 @@ def _table(found: dict[str, Any]) -> Table:
         cells = [_kl(rung["conditions"]), back, f"{cost['seconds']:.1f}", f"{cost['sequences']:,}"]
         table.add_row(rung["rung"], *_scores(rung["conditions"]), *cells)
     return table
-
-
-def _lines(found: dict[str, Any]) -> list[str]:
-    """The proof."""
-    return [f"{plan}: fired {one['forward']:,} times while it was repaired" for plan, one in found["ledgers"].items()]
 
 
 def _scores(conditions: list[dict[str, Any]]) -> list[str]:

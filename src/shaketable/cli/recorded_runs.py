@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shaketable.cli.outputs import OutputFiles
     from shaketable.io.config_model import ConfigModel
     from shaketable.records.record import RunRecord
+    from shaketable.train.config import RunConfig
     from shaketable.train.warm_start import Tell
 
 Facts = dict[str, Any]
@@ -24,18 +25,13 @@ WITH_RESUME = ("resume", "json_file", "html_file", "png_file", "force")
 """Options that may be given beside --resume."""
 
 
-class RunFunction(Protocol):
-    """Do a run, or the rest of it."""
-
-    def __call__(self, config: Any, record: RunRecord, *, resume: bool, loaded: Any = None) -> None: ...
-
-
 class RecordedRuns(NamedTuple):
     """The runs of one verb."""
 
     verb: str
     config: type[ConfigModel]
-    run: RunFunction
+    run: Callable[..., None]
+    """Do a run, or the rest of it: takes the configuration, the record, `resume` and `loaded`."""
     show: Callable[[RunRecord, OutputFiles], None]
 
     def start(self, config: Any, name: str, out: Path | None, outputs: OutputFiles, prepare: Callable[[], Any]) -> None:
@@ -80,6 +76,25 @@ class RecordedRuns(NamedTuple):
             typer.echo(f"stopped; resume with: {again}", err=True)
             raise typer.Exit(130) from None
         self.show(record, outputs)
+
+
+def settled(fields: Facts, *plans: str) -> Facts:
+    """The options of a verb that trains: plans as lines, each once; the device and the dtype of this machine."""
+    from shaketable.models import chosen_device
+    from shaketable.plan import Plan
+
+    lines = {name: tuple(dict.fromkeys(Plan.load(plan).text() for plan in fields[name])) for name in plans}
+    device = chosen_device(fields["device"])
+    dtype = fields["dtype"] or ("float32" if device == "cpu" else "bfloat16")
+    return {**fields, **lines, "device": device, "dtype": dtype}
+
+
+def load_rehearsed(config: RunConfig, rehearse: Callable[[Any], object]) -> Any:
+    """The model, after a rehearsal without weights."""
+    from shaketable.models import load_model
+
+    rehearse(config)
+    return load_model(config.model, device=config.device, dtype="float32")
 
 
 @contextmanager

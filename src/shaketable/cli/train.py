@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shaketable.cli.outputs import OutputFiles, check_free
-from shaketable.cli.recorded_runs import RecordedRuns, live
+from shaketable.cli.recorded_runs import RecordedRuns, live, load_rehearsed, settled
 from shaketable.cli.terminal import console, plain, print_table, say, table_of, warn
 from shaketable.cli.verb import ForceOption, JsonOption, ResumeOption, RunFolderOption, options_of
 from shaketable.errors import ShaketableError
@@ -56,41 +56,34 @@ def train(
         return
     if not model or not fields["task"]:
         raise ShaketableError("name a model and a --task, e.g. shaketable train nano --task arithmetic; or --resume DIR")
-    fields |= _read(**fields)
     from shaketable.models import hush
 
+    loggers = tuple(name for name in ("tensorboard", "wandb", "trackio") if find_spec(name) is not None)
+    config = TrainConfig.checked(
+        model=model, report_to=loggers, **settled(fields, "eval_plans") | _read(fields["plan"], fields["aqn"])
+    )
     hush()
-    config = TrainConfig.checked(model=model, report_to=_loggers(), **fields)
     if dry_run:
         _show_plan_of(config, out, force)
         return
+    from shaketable.train.plans import rehearse
+
     name = f"train-{Path(config.model).name}-{Path(config.task.partition(',')[0]).stem}"
-    RUNS.start(config, name, out, outputs, lambda: _loaded(config))
+    RUNS.start(config, name, out, outputs, lambda: load_rehearsed(config, rehearse))
 
 
-def _read(
-    plan: str | None, aqn: str | None, eval_plans: list[str], device: str | None, dtype: str | None, **_: Any
-) -> dict[str, Any]:
-    """Plans and AQN from their files, and the device and dtype of this machine."""
+def _read(plan: str | None, aqn: str | None) -> dict[str, Any]:
+    """Plan and AQN as lines; a plan's file brings its seed."""
     from shaketable.aqn.spec import AQN
-    from shaketable.models import chosen_device
     from shaketable.plan import Plan
 
     found = None if plan is None else Plan.load(plan)
     from_file = plan is not None and plan.strip().endswith((".yaml", ".yml"))
-    chosen = chosen_device(device)
     return {
         "plan": None if found is None else found.text(),
         "plan_seed": found.seed if found is not None and from_file else None,
         "aqn": None if aqn is None else AQN.load(aqn).text(),
-        "eval_plans": tuple(dict.fromkeys(Plan.load(p).text() for p in eval_plans)),
-        "device": chosen,
-        "dtype": dtype or ("float32" if chosen == "cpu" else "bfloat16"),
     }
-
-
-def _loggers() -> tuple[str, ...]:
-    return tuple(name for name in ("tensorboard", "wandb", "trackio") if find_spec(name) is not None)
 
 
 def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
@@ -113,15 +106,6 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
         screen.print(sigmas(aqn, config.steps, skeleton).render())
         plot(aqn, config.steps, picture, skeleton)
         say(screen, f"σ over the steps is drawn in {picture}")
-
-
-def _loaded(config: TrainConfig) -> Any:
-    """The model, after a rehearsal without weights."""
-    from shaketable.models import load_model
-    from shaketable.train.plans import rehearse
-
-    rehearse(config)
-    return load_model(config.model, device=config.device, dtype="float32")
 
 
 def _run(config: TrainConfig, record: RunRecord, *, resume: bool, loaded: Any = None) -> None:

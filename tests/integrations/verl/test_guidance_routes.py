@@ -38,11 +38,12 @@ def model():
 def guided(tmp_path_factory):
     """What `shaketable guide --target fault` writes for a dead zone at layer 3 of eight."""
     folder = tmp_path_factory.mktemp("guided")
-    scans = {
-        name: {str(i): value for i in range(8)} for name, value in (("gain", 1.0), ("kurtosis", 9.0), ("instability", 0.0))
-    }
-    (folder / "scans.json").write_text(json.dumps(scans | {"detected_layer": 3, "fault_type": "dead_zone"}))
-    done = CliRunner().invoke(app, ["guide", str(folder / "scans.json"), "-o", str(folder / "aqn.yaml"), "--target", "fault"])
+    statistics = {"gain": 1.0, "kurtosis": 9.0, "instability": 0.0}
+    probes = [{"layer": i, "statistics": statistics} for i in range(8)]
+    about = {"schema": 1, "kind": "diagnosis", "model": "m", "device": "cpu", "date": "x", "num_layers": 8, "probes": probes}
+    diagnosis = about | {"verdict": "FAULT", "layer": 3, "fault_class": "dead_zone"}
+    (folder / "d.json").write_text(json.dumps(diagnosis))
+    done = CliRunner().invoke(app, ["guide", str(folder / "d.json"), "-o", str(folder / "aqn.yaml"), "--target", "fault"])
     assert done.exit_code == 0, done.output
     return folder / "aqn.yaml"
 
