@@ -33,23 +33,24 @@ BLOCK, ROUNDS, WARM = 8, 5, 6
 
 
 def steps_of(config: HardenConfig, plan: str | None, model: Any, tokenizer: Any) -> TrainingSteps:
-    """A stage that is ready to go."""
+    """The steps of a run that is ready to go."""
     source = SequenceSource.of(config)
     decoder = Decoder.of(model, tokenizer, source.limit, 1.0)
     students = Students(model, decoder.pad, config.device, config.dtype)
     injections = [] if plan is None else [inject(model, forward_part(plan, 0), allow_inert=True)]
-    batches = OwnCompletions(config, source, tokenizer, students, decoder)
-    return TrainingSteps(config, students, injections, batches, False, 0, lambda facts: None)
+    completions = OwnCompletions(config, source, tokenizer, students, decoder)
+    model.train()
+    return TrainingSteps(config, students, injections, completions, lambda facts: None)
 
 
-def timed(steps: TrainingSteps, n: int) -> list[float]:
-    """Seconds of each of the next n steps; sequences are sampled before the clock starts."""
+def timed(steps: TrainingSteps, numbers: range) -> list[float]:
+    """Seconds of each of these steps; sequences are sampled before the clock starts."""
     found = []
-    for _ in range(n):
-        steps.batches.at(steps.done)
+    for step in numbers:
+        steps.completions.at(step)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        steps.until(steps.done + 1)
+        steps.do(step)
         torch.cuda.synchronize()
         found.append(time.perf_counter() - start)
     return found
@@ -68,10 +69,10 @@ def main() -> None:
         other, _ = load_model(config.model, device="cuda", dtype=torch.float32)
         faulty, clean = steps_of(config, plan, model, tokenizer), steps_of(config, None, other, tokenizer)
         for steps in (faulty, clean):
-            timed(steps, WARM)
+            timed(steps, range(WARM))
         ratios, seconds = [], []
-        for _ in range(ROUNDS):
-            under, without = (statistics.median(timed(s, BLOCK)) for s in (faulty, clean))
+        for first in range(WARM, WARM + ROUNDS * BLOCK, BLOCK):
+            under, without = (statistics.median(timed(s, range(first, first + BLOCK))) for s in (faulty, clean))
             ratios.append(under / without)
             seconds.append(under)
         for injection in faulty.injections:
@@ -81,7 +82,8 @@ def main() -> None:
     model, tokenizer = load_model(config.model, device="cuda", dtype=torch.float32)
     whole = steps_of(config.model_copy(update={"clean_every": 2}), PLANS["noise on all linears"], model, tokenizer)
     start = time.perf_counter()
-    whole.until(config.steps)
+    for step in range(config.steps):
+        whole.do(step)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     print(f"200 steps of 64 sequences, sampling included: {seconds:.1f} s")

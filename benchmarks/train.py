@@ -31,11 +31,13 @@ from trl import GRPOConfig, GRPOTrainer
 
 from shaketable.evaluate.score import Condition, Evaluator
 from shaketable.evaluate.tasks import load_task, sample
+from shaketable.evaluate.tasks.task import train_problems
+from shaketable.faults.rng import key_of
 from shaketable.models import hush, load_model
 from shaketable.plan import Plan
 from shaketable.records.record import RunRecord
 from shaketable.train.config import TrainConfig
-from shaketable.train.run import Training, _training_problems
+from shaketable.train.run import Training
 
 HERE = Path(__file__).parent
 PLAN = "relative_gaussian:0.05@op.matmul"
@@ -98,7 +100,7 @@ def plain(steps: int, folder: Path) -> Any:
     """GRPOTrainer as TRL ships it, on the same model and problems."""
     model, tokenizer = load_model("nano")
     task = load_task("arithmetic")
-    problems = _training_problems(task, TrainConfig(model="nano", task="arithmetic", steps=steps))
+    problems = train_problems(task, 16 * steps, lambda i: key_of(0, "data", i))
 
     def reward(completions: list[str], problem: list[int], **_: Any) -> list[float]:
         return [task.reward(task.score(problems[i], text)) for i, text in zip(problem, completions, strict=True)]

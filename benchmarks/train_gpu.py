@@ -42,10 +42,12 @@ from rich.console import Console
 from trl import GRPOConfig, GRPOTrainer
 
 from shaketable.evaluate.tasks import load_task
+from shaketable.evaluate.tasks.task import train_problems
+from shaketable.faults.rng import key_of
 from shaketable.models import hush, load_model, quieten
 from shaketable.records.record import RunRecord
 from shaketable.train.config import TrainConfig
-from shaketable.train.run import Training, _prompt, _training_problems
+from shaketable.train.run import Training, _prompt
 from train import Turns
 
 HERE = Path(__file__).parent
@@ -150,7 +152,7 @@ def plain(options: argparse.Namespace, steps: int, folder: Path) -> Any:
     config = run_config(options, steps, {})
     model, tokenizer = load_model(options.model, device=options.device, dtype=torch.float32)
     task = load_task(options.task)
-    problems = _training_problems(task, config)
+    problems = train_problems(task, config.steps * config.prompts, lambda i: key_of(config.seed, "data", i))
 
     def reward(completions: list[Any], problem: list[int], **_: Any) -> list[float]:
         texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
