@@ -20,9 +20,8 @@ One line of text, `SCHEDULE:SIGMAS[,key=value…]`:
     global_decay:0.05-0.0005,multipliers=0:2+27:0.5,zones=on
 
 A YAML file is one of `shaketable guide` (key `aqn`): it has layer_sigma/base_sigma as multipliers, and `layers` in it names
-all layers with noise. One that has `srdd_metadata` and no
-`layers` is the origin's own: noise on what decoder layers return, in rollouts and in training, with the base σ for layers
-that it does not name.
+all layers with noise. One that has `srdd_metadata` and no `layers` is the origin's own: noise on what decoder layers return,
+in rollouts and in training, with the base σ for layers that it does not name.
 """
 
 from __future__ import annotations
@@ -357,7 +356,10 @@ def from_guidance(data: Mapping[Any, Any], path: str) -> AQN:
         check_size(f"{path}: layer_sigmas: {layer}", sigma)
     named, more = _layers(body.get("layers")), {str(key): body[key] for key in OPEN if key in body}
     if named is None and "srdd_metadata" in data:
-        named = tuple(range(_number_of_layers(data["srdd_metadata"], path)))
+        count = data["srdd_metadata"].get("num_layers") if isinstance(data["srdd_metadata"], Mapping) else None
+        if not isinstance(count, int) or not 1 <= count <= 10**6:
+            raise ShaketableError(f"srdd_metadata of {path}: num_layers is {count!r}; write the number of decoder layers")
+        named = tuple(range(count))
         more = {"form": "output", "where": "both"} | more
     elif named is None:
         named = tuple(sorted(sigmas))
@@ -371,11 +373,3 @@ def from_guidance(data: Mapping[Any, Any], path: str) -> AQN:
         multipliers={layer: factor for layer, factor in factors.items() if factor != 1},
         **more,
     )
-
-
-def _number_of_layers(metadata: object, path: str) -> int:
-    """As the origin's file says it; its date and the like are left alone."""
-    count = metadata.get("num_layers") if isinstance(metadata, Mapping) else None
-    if not isinstance(count, int) or not 1 <= count <= 10**6:
-        raise ShaketableError(f"srdd_metadata of {path}: num_layers is {count!r}; write the number of decoder layers")
-    return count

@@ -57,12 +57,6 @@ class Students:
             finally:
                 self.model.train(was_training)
 
-    def complete(self, decoder: Decoder, prompts: Sequence[Sequence[int]], key: int) -> list[Completion]:
-        """Completions of the clean model."""
-        generator = torch.Generator(device=self.model.device).manual_seed(key)
-        with self.teacher() as model:
-            return decoder.decode(model, prompts, generator=generator)
-
     def logits(self, model: Any, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
         """Logits that predict the tokens of the completions, and those tokens."""
         return pair_logits(model, pairs, self.pad, left=True)
@@ -169,7 +163,9 @@ class OwnCompletions:
         found: dict[int, Completion] = {}
         for n, indices in enumerate(batches(prompts, AHEAD)):
             key = key_of(self.config.seed, "completions", chunk, n) >> 1
-            done = self.students.complete(self.decoder, [prompts[i] for i in indices], key)
+            generator = torch.Generator(device=self.students.model.device).manual_seed(key)
+            with self.students.teacher() as clean:
+                done = self.decoder.decode(clean, [prompts[i] for i in indices], generator=generator)
             found.update(zip(indices, done, strict=True))
         return [(prompts[i], found[i].tokens) for i in range(size)]
 
