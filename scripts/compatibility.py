@@ -20,7 +20,6 @@ RESULTS = TESTS / "frameworks" / "results"
 BEGIN, END = "<!-- table: scripts/compatibility.py -->", "<!-- end of table -->"
 DISTRIBUTIONS = {
     "Accelerate": "accelerate",
-    "FSDP1": "torch",
     "FSDP2": "torch",
     "PEFT": "peft",
     "Ray": "ray",

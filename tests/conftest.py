@@ -63,7 +63,6 @@ SLOW = (
     "tests/inject/test_compiled_passes.py",
     "tests/inject/test_known_differences.py",
     "tests/inject/test_off.py",
-    "tests/integrations/test_fsdp1.py",
     "tests/integrations/test_fsdp2.py",
     "tests/launch/test_short_processes.py",
     "tests/locate/test_below_the_plan.py",

@@ -7,18 +7,15 @@ while they are loaded, so there is nothing here that could: standard library onl
 
 **A run that trains clean although the driver has printed a plan** is the worst failure. It happens where the process of verl's
 task runner does not load our plugin. So the driver puts a prefix before the name of the trainer, which verl knows only where
-our plugin is loaded, and names our extension of vLLM's workers, which cannot be imported where this package is missing. At the
-end it looks for the instructions that our trainer writes, and exits with 3 without them.
+our plugin is loaded.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
 
 OURS = "shaketable_"
 """Before the name of a trainer: the one that obeys us, on top of that of the name."""
-_announced: set[Path] = set()
+_announced: set[str] = set()
 """Folders of ledgers of the runs that this process drives."""
 
 
@@ -59,58 +56,33 @@ def _accept_keys_without_plus() -> None:
 
 def _announce(config: Any) -> None:
     """Say what will be done, or end the program with the one line that says why not."""
-    from omegaconf import OmegaConf
+    from omegaconf import OmegaConf, open_dict
 
     from shaketable.errors import ShaketableError
     from shaketable.integrations.job_keys import keys_were_read
     from shaketable.integrations.verl.checks import check_model
     from shaketable.integrations.verl.settings import keep_record
 
+    if OmegaConf.select(config, "shaketable.resolved.ledger") in _announced:
+        return
     try:
-        pinned = OmegaConf.select(config, "shaketable.resolved.ledger")
-        if pinned is not None and Path(pinned) not in _announced:
+        if OmegaConf.select(config, "shaketable.resolved") is not None:
             raise ShaketableError("shaketable.resolved was written by another run; remove it from the config")
+        plain = OmegaConf.to_container(config, resolve=True)
         found = asked(config)
-        if found is None or found.ledger not in _announced:
-            plain = OmegaConf.to_container(config, resolve=True)
-            if found is not None:
-                check_model(plain, found)
-            keep_record(plain, found)
+        if found is not None:
+            check_model(plain, found)
+        keep_record(plain, found)
     except ShaketableError as error:
         sys.stderr.write(f"shaketable: {error}\n")
         raise SystemExit(2) from None
     keys_were_read("nothing was asked for" if found is None else str(found.ledger))
-    if found is not None and found.ledger not in _announced:
+    if found is not None:
         print(*found.lines, sep="\n", flush=True)
-        _pin(config, found)
-        _announced.add(found.ledger)
-        atexit.register(_look_back, found.ledger)
-
-
-def _pin(config: Any, found: Shaking) -> None:
-    """The trainer reads the config again in another process, where the environment and the folder may be others."""
-    from omegaconf import OmegaConf, open_dict
-
-    with open_dict(config):
-        OmegaConf.update(config, "shaketable.resolved", found.pinned(), force_add=True)
-        config.trainer.v1.trainer_mode = OURS + config.trainer.v1.trainer_mode
-        key = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
-        if found.extension is not None and OmegaConf.select(config, key) is None:
-            OmegaConf.update(config, key, found.extension, force_add=True)
-
-
-def _look_back(ledger: Path) -> None:
-    """End with 3 when our trainer never ran. Ray is ended first, for nothing happens after such an exit."""
-    from shaketable.integrations.verl.settings import ORDERS
-
-    if (ledger / ORDERS).exists():
-        return
-    sys.stderr.write(f"shaketable: nothing was injected: no trainer of verl has left its instructions in {ledger}\n")
-    if (ray := sys.modules.get("ray")) is not None:
-        ray.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(3)
+        with open_dict(config):  # the trainer reads it in another process, where the environment and the folder may be others
+            OmegaConf.update(config, "shaketable.resolved", found.model_dump(mode="json"), force_add=True)
+            config.trainer.v1.trainer_mode = OURS + config.trainer.v1.trainer_mode
+        _announced.add(str(found.ledger))
 
 
 def _on_trainers(module: ModuleType) -> None:

@@ -1,14 +1,10 @@
 """Checks of a config by verl's driver, of what would fail minutes later in some worker. Imports no torch.
 
-vLLM computes q, k and v as one product, and gate and up as another, under names that the trainer's model does not have, and the
-other way round. Models that do have them (Phi has `qkv_proj`) take `*qkv_proj`, which is not judged here. FSDP1
-(`strategy=fsdp`) keeps the weights of a layer as one flat vector: what is found by the shape of its weight (`module.linear`),
-and weights themselves, cannot be hit there.
+What only a worker can see stops that worker, in one line.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +26,6 @@ HALF_STEP = {"bfloat16": 2.0**-9, "bf16": 2.0**-9, "float16": 2.0**-12, "fp16": 
 """Half of the last bit of a result, relative to it, where that is least."""
 DEVIATIONS = {"relative_gaussian": 9.0, "gain": 1.0}
 """Faults whose error is relative to each value, and how many magnitudes it can reach: no draw lies beyond nine deviations."""
-BY_SHAPE = {"all", "linear", "rmsnorm", "layernorm", "embedding", "lm_head", "router", "lora"}
-"""Names of modules that are recognised by the shape of their weight."""
 
 
 def check_verl(config: Mapping[str, Any], made: Shaking) -> None:
@@ -42,13 +36,13 @@ def check_verl(config: Mapping[str, Any], made: Shaking) -> None:
     """
     trainer, model = config["trainer"], config["actor_rollout_ref"]
     _check_mode(trainer)
-    if made.instructions("sampler", 1) is not None:
+    if made.instructions("sampler") is not None:
         _check_sampler(trainer, model["rollout"], made)
-    if made.instructions("actor", 1) is not None:
-        _check_strategy(model["actor"]["strategy"], made)
+    strategy = model["actor"]["strategy"]
+    if made.instructions("actor") is not None and strategy != "fsdp2":
+        raise ShaketableError(f"faults in the actor need FSDP2, not actor.strategy={strategy}; use {FSDP2}")
     for role in ("sampler", "actor"):
-        for clause in _clauses(made, role):
-            _check_names(clause, role)
+        for clause in made.clauses(role):
             _check_size(clause, role, _dtype(model, role))
 
 
@@ -58,7 +52,7 @@ def check_model(config: Mapping[str, Any], made: Shaking) -> None:
     Raises:
         ShaketableError: A name or a layer that it does not have, which an actor would find a minute later.
     """
-    clauses = [clause for clause in _clauses(made, "actor") if clause.site.level != "op"]
+    clauses = [clause for clause in made.clauses("actor") if clause.site.level != "op"]
     model = config["actor_rollout_ref"]["model"]
     if not clauses or _has_adapters(config["actor_rollout_ref"]):
         return
@@ -120,60 +114,26 @@ def _check_engine(rollout: Mapping[str, Any]) -> None:
 def _check_sampler(trainer: Mapping[str, Any], rollout: Mapping[str, Any], made: Shaking) -> None:
     _check_engine(rollout)
     options = vllm_options(rollout)
-    given = options.get("additional_config") or {}
-    if "shaketable" in given:
+    if "shaketable" in (options.get("additional_config") or {}):
         raise ShaketableError(f"{VLLM}.additional_config asks for a plan or AQN too; give it to verl alone: +shaketable.plan=…")
-    hooked = [c.text() for c in _clauses(made, "sampler") if c.site.level == "op" or set(c.points) != {"weight"}]
-    if made.aqn is not None and made.aqn.form == "output":
-        hooked.append(made.aqn.text())
-    if hooked and trainer["device"] != "cpu" and _captures(rollout, options):
+    clauses, aqn = made.clauses("sampler"), made.noise("sampler")
+    hooked = [c.text() for c in clauses if c.site.level == "op" or set(c.points) != {"weight"}]
+    if aqn is not None and aqn.form == "output":
+        hooked.append(aqn.text())
+    is_eager = options.get("enforce_eager", rollout["enforce_eager"]) or trainer["device"] == "cpu"
+    if hooked and not is_eager and "compilation_config" not in options:  # with one, vLLM's workers say whether it can be
         raise ShaketableError(f"{hooked[0]}: vLLM captures CUDA graphs, in which only faults of weights act; add {EAGER}")
-
-
-def _check_strategy(strategy: str, made: Shaking) -> None:
-    if strategy not in ("fsdp", "fsdp2"):
-        raise ShaketableError(f"faults in the actor need FSDP, not actor.strategy={strategy}; use {FSDP2}")
-    needs_shapes = [
-        clause.text()
-        for clause in _clauses(made, "actor")
-        if "weight" in clause.points or (clause.site.level == "module" and not BY_SHAPE.isdisjoint(clause.site.names))
-    ]
-    if made.aqn is not None and made.aqn.where == "both" and made.aqn.form != "output":
-        needs_shapes.append(made.aqn.text())
-    if strategy == "fsdp" and needs_shapes:
-        raise ShaketableError(
-            f"{needs_shapes[0]}: strategy=fsdp keeps weights as flat vectors, which cannot be told apart; use {FSDP2}"
-        )
+    for clause in clauses:
+        for name in (path.rpartition(".")[-1] for path in clause.site.names):
+            if clause.site.level == "module" and name in FUSED:
+                split = f"module.{FUSED[name]},phase=rollout and module.{name},phase=train"
+                raise ShaketableError(f"{clause.text()}: vLLM computes {name} inside of {FUSED[name]}; write {split}")
 
 
 def vllm_options(rollout: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options that the config hands to vLLM as they are."""
     found: Mapping[str, Any] = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
     return found
-
-
-def _captures(rollout: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Whether vLLM will capture CUDA graphs, which it does unless told otherwise."""
-    compilation = options.get("compilation_config") or {}
-    compilation = json.loads(compilation) if isinstance(compilation, str) else compilation
-    is_eager = options.get("enforce_eager", rollout["enforce_eager"])
-    return not is_eager and str(compilation.get("cudagraph_mode", "on")).upper() not in ("NONE", "0")
-
-
-def _check_names(clause: Clause, role: str) -> None:
-    if clause.site.level != "module":
-        return
-    for name in (path.rpartition(".")[-1] for path in clause.site.names):
-        if role == "sampler" and name in FUSED:
-            problem = f"vLLM computes {name} inside of {FUSED[name]}"
-            whole, parts = FUSED[name], name
-        elif role == "actor" and name in FUSED.values():
-            whole, parts = name, "+".join(part for part, fused in FUSED.items() if fused == name)
-            problem = f"the trainer's model has {parts} in place of {name}"
-        else:
-            continue
-        split = f"module.{whole},phase=rollout and module.{parts},phase=train, or module.*{name} where both have it"
-        raise ShaketableError(f"{clause.text()}: {problem}; write {split}")
 
 
 def _dtype(model: Mapping[str, Any], role: str) -> str:
@@ -197,8 +157,3 @@ def _check_size(clause: Clause, role: str, dtype: str) -> None:
             f"{clause.text()}: {role}s compute in {dtype}, which rounds {asked:g} away, so nothing would be injected; use a "
             f"magnitude of {half:.1g} or more, or float32 in both: {FLOAT32} (the recipes: DTYPE=float32)"
         )
-
-
-def _clauses(made: Shaking, role: str) -> tuple[Clause, ...]:
-    instructions = made.instructions(role, 1)
-    return Plan.parse(instructions.plan).clauses if instructions is not None and instructions.plan is not None else ()

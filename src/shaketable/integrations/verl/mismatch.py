@@ -27,13 +27,15 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from shaketable.errors import ShaketableError
 from shaketable.integrations.common.mismatch import DigestComparison, named, refuse_stale, weight_counts
 from shaketable.integrations.names import check
-from shaketable.integrations.verl.settings import OBSERVER, ORDERS, Shaking
+from shaketable.integrations.verl.settings import ORDERS, Shaking
 from shaketable.integrations.verl.trainer import use_worker
 from shaketable.integrations.verl.workers import PATIENCE
 from shaketable.io.strict_json import strict
 from shaketable.mismatch.results import Weights
 
 check("verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync")
+OBSERVER = "shaketable.integrations.verl.sampler.ObservedSampler"
+"""Our extension of vLLM's workers, whose weights can be compared."""
 LINES = "mismatch.jsonl"
 WRAPPER = "_checkpoint_wrapped_module."
 """In the names of modules that are recomputed in backward; samplers do not know it."""

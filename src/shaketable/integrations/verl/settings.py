@@ -30,10 +30,6 @@ from shaketable.integrations.verl.checks import check_mismatch, check_verl
 from shaketable.plan import Clause, Plan
 from shaketable.records.record import put_in_place
 
-EXTENSION = "shaketable.integrations.verl.sampler.SamplerExtension"
-"""Our extension of vLLM's workers."""
-OBSERVER = "shaketable.integrations.verl.sampler.ObservedSampler"
-"""The one of a run whose samplers are compared with its actors."""
 RECORD = "shaketable.json"
 """Beside checkpoints: the plan and the AQN that they were made under."""
 ORDERS = "instructions.json"
@@ -75,43 +71,30 @@ class ShaketableKeys(BaseModel):
 
 
 class Shaking(BaseModel):
-    """The faults, the noise and the measurements of one run."""
+    """The faults, the noise and the measurements of one run, as text: the config takes it to the trainer's process."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    plan: Plan | None
-    aqn: AQN | None
+    plan: str | None = None
+    """Every clause names its phases."""
+    seed: int = 0
+    """Of the plan; AQN carries a seed of its own."""
+    aqn: str | None = None
     mismatch: MismatchKeys | None = None
     ledger: Path
     validations: Validate = "clean"
     """Whether validations are clean, under the plan, or both."""
-    lines: tuple[str, ...] = ()
+    lines: tuple[str, ...] = Field(default=(), exclude=True)
     """To print at the start."""
 
-    def pinned(self) -> dict[str, Any]:
-        """As plain data, which `shaking_of` reads back from the config whatever the environment is."""
-        return {
-            "plan": None if self.plan is None else self.plan.text(),
-            "seed": 0 if self.plan is None else self.plan.seed,
-            "aqn": None if self.aqn is None else self.aqn.text(),
-            "mismatch": None if self.mismatch is None else self.mismatch.model_dump(),
-            "ledger": str(self.ledger),
-            "validate": self.validations,
-        }
+    def clauses(self, role: str) -> tuple[Clause, ...]:
+        """The clauses of the samplers, or of the actors."""
+        return () if self.plan is None else tuple(c for c in Plan.parse(self.plan).clauses if _is_for(c, role))
 
-    @classmethod
-    def read(cls, data: Mapping[str, Any]) -> Shaking:
-        """The inverse of `pinned`."""
-        plan = None if data["plan"] is None else Plan.parse(data["plan"], seed=data["seed"])
-        aqn = None if data["aqn"] is None else AQN.load(data["aqn"])
-        return cls(plan=plan, aqn=aqn, mismatch=data["mismatch"], ledger=data["ledger"], validations=data["validate"])
-
-    @property
-    def extension(self) -> str | None:
-        """The worker extension of vLLM; None when samplers get nothing."""
-        if self.mismatch is not None:
-            return OBSERVER
-        return EXTENSION if self.instructions("sampler", 1) is not None else None
+    def noise(self, role: str) -> AQN | None:
+        """The AQN of the samplers, or of the actors."""
+        aqn = None if self.aqn is None else AQN.load(self.aqn)
+        return aqn if aqn is not None and (role == "sampler" or aqn.where == "both") else None
 
     def total_steps(self, most: int, per_epoch: int, epochs: int) -> int:
         """The steps that schedules are stretched over.
@@ -124,11 +107,10 @@ class Shaking(BaseModel):
         Raises:
             ShaketableError: The run has more epochs than the schedule, or there would be no noise at any of its steps.
         """
-        steps = min(most, per_epoch * epochs)
-        if self.aqn is None:
+        steps = total = min(most, per_epoch * epochs)
+        if (aqn := self.noise("sampler")) is None:
             return steps
-        schedule, total = self.aqn.schedule, steps
-        if isinstance(schedule, EpochAware):
+        if isinstance(schedule := aqn.schedule, EpochAware):
             total = per_epoch * len(schedule.epochs)
             if steps > total:
                 have = f"{steps} steps of {per_epoch} an epoch"
@@ -136,17 +118,15 @@ class Shaking(BaseModel):
         schedule.check(total)
         return total
 
-    def instructions(self, role: str, total_steps: int) -> Instructions | None:
+    def instructions(self, role: str, total_steps: int = 1) -> Instructions | None:
         """The instructions of the samplers, or of the actors; None when they have none."""
-        clauses = [c for c in self.plan.clauses if _is_for(c, role)] if self.plan is not None else []
-        plan = self.plan.model_copy(update={"clauses": tuple(clauses)}) if self.plan is not None and clauses else None
-        aqn = self.aqn if self.aqn is not None and (role == "sampler" or self.aqn.where == "both") else None
-        if plan is None and aqn is None:
+        clauses, aqn = self.clauses(role), self.noise(role)
+        if not clauses and aqn is None:
             return None
         return Instructions(
-            plan=None if plan is None else plan.text(),
+            plan=Plan(clauses=clauses).text() if clauses else None,
             aqn=None if aqn is None else aqn.text(),
-            seed=0 if plan is None else plan.seed,
+            seed=self.seed if clauses else 0,
             total_steps=total_steps,
             ledger=str(self.ledger),
         )
@@ -162,10 +142,9 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
     """
     group = config.get("shaketable")
     if isinstance(group, Mapping) and group.get("resolved"):
-        return Shaking.read(group["resolved"])
+        return Shaking(**group["resolved"])
     keys, origin = read_keys(ShaketableKeys, "shaketable", group or {}), translate(config, environ)
-    own = keys.plan is not None or keys.aqn is not None
-    if own and (origin.plan is not None or origin.aqn is not None):
+    if (keys.plan or keys.aqn) and (origin.plan is not None or origin.aqn is not None):
         raise ShaketableError(
             f"shaketable.* and the keys of {origin.lines[0].split()[0]} both ask for faults; say it in one place"
         )
@@ -174,17 +153,23 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
     if keys.mismatch is not None:
         return _measuring(config, keys, keys.mismatch, plan is not None or aqn is not None)
     if plan is None and aqn is None:
-        if config.get("shaketable"):
+        if group:
             raise ShaketableError("shaketable has neither a plan nor an aqn nor a mismatch; name one")
         return None
     if environ.get("SHAKETABLE_PLAN") or environ.get("SHAKETABLE_AQN"):
         raise ShaketableError(
-            "the environment instructions a plan or AQN too (shaketable run?); give it to verl alone: +shaketable.plan=…"
+            "the environment has a plan or AQN too (shaketable run?); give it to verl alone: +shaketable.plan=…"
         )
     plan = None if plan is None else _placed(plan, keys)
     if aqn is not None and keys.seed is not None:
         aqn = replace(aqn, seed=keys.seed)
-    made = Shaking(plan=plan, aqn=aqn, ledger=_folder(config, keys), validations=_validations(plan, keys))
+    made = Shaking(
+        plan=None if plan is None else plan.text(),
+        seed=0 if plan is None else plan.seed,
+        aqn=None if aqn is None else aqn.text(),
+        ledger=_folder(config, keys),
+        validations=_validations(plan, keys),
+    )
     check_verl(config, made)
     return made.model_copy(update={"lines": (*origin.lines, *_lines(made))})
 
@@ -198,8 +183,9 @@ def keep_record(config: Mapping[str, Any], made: Shaking | None) -> None:
     trainer = config["trainer"]
     own = Path(trainer["default_local_dir"]).expanduser().resolve()
     path = trainer.get("resume_from_path") if trainer.get("resume_mode") == "resume_path" else None
-    here = {key: value for key, value in (made.pinned() if made is not None else {}).items() if key in ("plan", "seed", "aqn")}
-    here = here if here.get("plan") or here.get("aqn") else {}
+    here: dict[str, Any] = {}
+    if made is not None and made.mismatch is None:
+        here = made.model_dump(include={"plan", "seed", "aqn"})
     if here.get("plan"):  # how validations are scored changes no checkpoint
         here["plan"] = here["plan"].replace("+eval", "")
     for folder in {own, *([Path(path).expanduser().resolve().parent] if path else [])}:
@@ -239,7 +225,7 @@ def _measuring(config: Mapping[str, Any], keys: ShaketableKeys, asked: MismatchK
     others = [name for name in ("seed", "plan_in", "validate_") if getattr(keys, name) is not None]
     if shakes or others:
         raise ShaketableError("shaketable.mismatch measures a training as it is: only shaketable.ledger goes with it")
-    made = Shaking(plan=None, aqn=None, mismatch=asked, ledger=_folder(config, keys))
+    made = Shaking(mismatch=asked, ledger=_folder(config, keys))
     check_mismatch(config)
     every = "step" if asked.every == 1 else f"{asked.every} steps"
     then = "; weights that differ after a sync end the training" if asked.stop else ""
@@ -305,7 +291,7 @@ def _lines(made: Shaking) -> list[str]:
     """The lines that say what will be done, by role."""
     lines = []
     for role, who in (("sampler", "samplers"), ("actor", "actors")):
-        if (instructions := made.instructions(role, 1)) is not None:
+        if (instructions := made.instructions(role)) is not None:
             plan = [f"plan {instructions.plan} (seed {instructions.seed})"] if instructions.plan else []
             lines.append(f"shaketable: {who}: {'; '.join([*plan, *([f'AQN {instructions.aqn}'] if instructions.aqn else [])])}")
     faulty = {"clean": "clean", "plan": "under the plan", "both": "clean and under the plan"}[made.validations]

@@ -23,13 +23,14 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from shaketable.errors import ShaketableError
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.names import check, check_object
-from shaketable.integrations.verl.settings import EXTENSION, Shaking
+from shaketable.integrations.verl.settings import Shaking
 from shaketable.integrations.verl.workers import VerlWorkers
 
 check("verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync", "verl.trainer.ppo.utils:Role")
+EXTENSION = "shaketable.integrations.verl.sampler.SamplerExtension"
+"""Our extension of vLLM's workers."""
 KL = "rollout_corr/k3_kl"
 """verl's estimate of KL(sampler‖trainer) per token, from what both sides say of the samples; the one that is never negative."""
-
 FAULTY = "shaketable/faulty/"
 """Before the name of a score that was taken under the plan."""
 
@@ -203,8 +204,8 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
 
 
 def _extension(chosen: str | None) -> str:
-    """Our extension of vLLM's workers, which the driver has put into the config, or the user's own that is built on it."""
-    if chosen is None or chosen == EXTENSION:
+    """Our extension of vLLM's workers, or the user's own that is built on it."""
+    if chosen is None:
         return EXTENSION
     from shaketable.integrations.verl.sampler import SamplerExtension
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,8 @@ class VerlWorkers:
         self.now: dict[str, list[dict[str, Any]]] = {role: [] for role in instructions}
         """The newest report of each worker, by role."""
         self._before = dict(self.now)
-        self._was_due: set[tuple[str, str, int]] = set()
-        """Role, plan or aqn, and number of the clause (0 for all of AQN)."""
+        self._due: set[tuple[str, str]] = set()
+        """Role, and plan or aqn, of everything that has been demanded."""
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / ORDERS).exists():
             raise ShaketableError(f"{folder} holds the ledgers of another run; name another shaketable.ledger")
@@ -123,9 +123,9 @@ class VerlWorkers:
         ways = {"sampler": ("forward",), "actor": tuple(trained)}
         for role in self.instructions:
             self._judge(role, "rollout" if role == "sampler" else "train", ways[role], "a whole step")
-            if role == "actor" and "backward" in ways["actor"]:
-                self._check_updates()
             self._check_changes(role)
+        if "actor" in self.instructions and "backward" in ways["actor"]:
+            self._check_updates()
         found = self._metrics()
         self.begin()
         return found
@@ -161,10 +161,11 @@ class VerlWorkers:
         if "sampler" not in self.instructions:
             return 0
         span = self._span("sampler")
-        strays = [(i, c) for i, c in enumerate(self._clauses("sampler")) if not (faulty and "eval" in c.site.phase)]
-        stray = {clause.text(): span.total("plan", "eval", BOTH, i) for i, clause in strays}
-        stray["AQN"] = span.total("aqn", "eval")
-        for what, count in stray.items():
+        strays = {"AQN": span.total("aqn", "eval")}
+        for i, clause in enumerate(self._clauses("sampler")):
+            if not (faulty and "eval" in clause.site.phase):
+                strays[clause.text()] = span.total("plan", "eval", BOTH, i)
+        for what, count in strays.items():
             if count:
                 raise ShaketableError(f"{what} hit {count} times in a validation that was to be without it")
         if faulty:
@@ -174,16 +175,17 @@ class VerlWorkers:
         return fires
 
     def _judge(self, role: str, phase: str, ways: tuple[str, ...], when: str) -> None:
+        """Whatever could have acted in a phase has."""
         for i, clause in enumerate(self._clauses(role)):
-            due = [way for way in clause.site.directions if way in ways]
-            for way in due if phase in clause.site.phase and not clause.fault.is_off else ():
-                self._demand(role, "plan", i, clause.text(), phase, way, when)
+            if phase in clause.site.phase and not clause.fault.is_off:
+                for way in set(clause.site.directions) & set(ways):
+                    self._demand(role, "plan", i, clause.text(), phase, way, when)
         if phase != "eval" and "forward" in ways and any(_has_noise(report) for report in self.now[role]):
             self._demand(role, "aqn", None, "AQN", phase, "forward", when)
 
     def _demand(self, role: str, what: str, i: int | None, text: str, phase: str, way: str, when: str) -> None:
         """Fires in every actor, or in some sampler, in one direction: forwards excuse no missing backward."""
-        self._was_due.add((role, what, i or 0))
+        self._due.add((role, what))
         span = self._span(role)
         idle = [report for report in span.now if not span.fires(report, what, phase, (way,), i)]
         if len(idle) == len(span.now) or (idle and role == "actor"):
@@ -210,18 +212,17 @@ class VerlWorkers:
     # ---- the whole run
 
     def finish(self) -> dict[str, Any]:
-        """Merge all ledgers into one file; raises when what could have acted did nothing."""
+        """Merge all ledgers into one file; raises when a worker, a clause or AQN did nothing in all steps."""
         body: dict[str, Any] = {"schema": "shaketable.verl/1", "workers": {}, "merged": {}}
         complaints = []
         for role, reports in self.now.items():
             body["workers"][role] = [{"pid": r["pid"], "rank": r["rank"], "fires": _fires(r)} for r in reports]
-            if any(due[0] == role for due in self._was_due):
-                complaints += [f"{name(r)} fired nowhere" for r in reports if not _fires(r)]
+            due = [what for what in WHATS if (role, what) in self._due]
+            complaints += [f"{name(r)} fired nowhere" for r in reports if due and not _fires(r)]
             for what in WHATS:
                 if (ledger := merged(reports, what)) is not None:
                     body["merged"][f"{role}.{what}"] = ledger.to_dict()
-                    due = [site for i, site in enumerate(ledger.sites) if (role, what, i * (what == "plan")) in self._was_due]
-                    complaints += [f"{role}s: {line}" for line in replace(ledger, sites=due).inert()]
+                    complaints += [f"{role}s: {line}" for line in ledger.inert() if what in due]
         (self.folder / LEDGER).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
         if complaints:
             raise InertError("; ".join(complaints))
