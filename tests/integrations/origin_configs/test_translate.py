@@ -68,7 +68,7 @@ def test_the_page_says_what_is_an_error(old, message):
 
 def test_the_page_shows_every_key_and_variable():
     text = " ".join(cell for heading in ("Faults", "AQN", "What is an error") for row in rows(heading) for cell in row)
-    for key in {*(key for group in GROUPS for key in group.model_fields), *VARIABLES} - {"config"}:
+    for key in {*(key for group in GROUPS for key in group.model_fields), *VARIABLES}:
         assert re.search(rf"\b{key}[:=]", text), key
 
 
@@ -148,16 +148,3 @@ def test_dotted_keys_of_a_file_are_read_as_paths():
 def test_a_key_in_two_spellings_or_a_misspelt_flat_one_is_refused(config, message):
     with pytest.raises(ShaketableError, match=re.escape(message)):
         translate(config)
-
-
-GUIDED = {"enabled": True, "layer_specific": True, "base_sigma": 0.05, "layer_sigmas": {3: 0.1}, "schedule": "global_decay"}
-
-
-def test_a_file_beside_flat_keys_is_what_train_ppo_took(tmp_path):
-    path = tmp_path / "aqn_config.yaml"
-    path.write_text(yaml.safe_dump({"aqn": GUIDED, "srdd_metadata": {"num_layers": 8}}))
-    found = translate({"aqn_config": str(path), "aqn_schedule": "constant"})
-    assert found.aqn.text() == "constant:0.05,form=output,layers=0-7,multipliers=3:2,where=both"
-    assert translate({"aqn_config": str(path)}).aqn.schedule == st.GlobalDecay(0.05, 0.0005)
-    with pytest.raises(ShaketableError, match=r"aqn.sigma: the file of aqn.config says it"):
-        translate({"aqn_config": str(path), "aqn_sigma": 0.1})

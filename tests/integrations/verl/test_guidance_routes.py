@@ -71,7 +71,7 @@ def in_worker(model, tmp_path, role, overrides):
 def printed(command):
     """The keys that a printed command gives verl."""
     words = shlex.split(answer(["python", *command], {}).partition("here: ")[2])
-    keys = (word.lstrip("+").partition("=") for word in words if re.match(r"\+*(aqn|deadzone)\.", word))
+    keys = (word.lstrip("+").partition("=") for word in words if re.match(r"\+*(aqn|deadzone|shaketable)\.", word))
     found = {key: yaml.safe_load(value) for key, _, value in keys}
     names = {"PLAN": "shaketable.plan", "AQN": "shaketable.aqn"}
     return found | {names[k]: v for k, _, v in (word.partition("=") for word in words) if k in names}
@@ -82,8 +82,6 @@ def test_what_guide_writes_means_the_same_on_every_route(model, guided, tmp_path
     aqn = st.AQN.load(guided)
     routes = {
         "shaketable.aqn": {"shaketable.aqn": str(guided)},
-        "aqn.config": {"aqn.config": str(guided)},
-        "aqn_config": {"aqn_config": str(guided)},
         "train_ppo.py": printed(["train_ppo.py", "--model_path", "M", "--aqn_config", str(guided)]),
         "train_ppo.py with a schedule": printed(
             ["train_ppo.py", "--model_path", "M", "--aqn_config", str(guided), "--aqn_schedule", "epoch_aware"]

@@ -179,7 +179,10 @@ def test_what_cannot_be_measured_is_refused_by_the_driver(tmp_path, keys, change
         ({"shaketable": {"plan": f"{NOISE},phase=train", "plan_in": "rollout"}}, "shaketable.plan_in=rollout, and "),
         ({"shaketable": {"plan": NOISE}, "mode": "colocate_async"}, "shaketable works with trainer.v1.trainer_mode=sync"),
         ({"shaketable": {"plan": NOISE}, "sampler": "sglang"}, "shaketable works with rollout.name=vllm"),
-        ({"shaketable": {"plan": NOISE}, "strategy": "megatron"}, "faults in the actor need FSDP2, not actor.strategy=megatron"),
+        (
+            {"shaketable": {"plan": NOISE}, "strategy": "megatron"},
+            "faults in the actor need FSDP2, not actor.strategy=megatron",
+        ),
         (
             {"shaketable": {"plan": NOISE}, "rollout": engine(additional_config={"shaketable": {"plan": NOISE}})},
             "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config asks for a plan",

@@ -1,11 +1,7 @@
 """The origin's command lines: its keys without `+` accepted, its scripts answered with the command to use. Imports no torch.
 
-**Keys without `+`.** The origin had put its keys into verl's own config, so its commands write
-`trainer.hw_error_injection.enabled=True`. Hydra refuses a key that the config does not have. verl loads its plugins before
-Hydra reads the arguments, so `accepted` puts `++` in front of such keys, and the driver prints that it did.
-
-**Scripts.** `answer` knows the scripts that the origin's documents call, from `documents.yaml`, and prints the commands that do
-the same here. It runs nothing: a script of that name in another checkout may do something else.
+Its scripts and the commands that do the same here are in `documents.yaml`. Nothing is run: a script of that name in another
+checkout may do something else.
 """
 
 from __future__ import annotations
@@ -31,7 +27,10 @@ EAGER = "actor_rollout_ref.rollout.enforce_eager=True"
 
 
 def accepted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Arguments of verl with `++` in front of the origin's keys that have no prefix, and the keys that were given one."""
+    """Arguments of verl with `++` in front of the origin's keys, and the keys that were given it.
+
+    The origin had put its keys into verl's own config, and Hydra refuses a key that the config does not have.
+    """
     found, changed = [], []
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -87,18 +86,17 @@ def variables_answer(environ: Mapping[str, str], command: str = " …") -> str |
 def instead(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """The commands that do here what a script of the origin did with these arguments."""
     name, given = PurePath(words[0]).name, list(words[1:])
+    plain, options = (given, {}) if name.endswith(".sh") else ([], _options(given, name))
     if name == TRAIN_PPO:
-        options = _options(given, name)
         environ = {**environ, "MODEL_PATH": options.pop("model_path", environ.get("MODEL_PATH", ""))}
         return [" ".join([*_recipe_variables(environ), _train_ppo(options)])]
-    plain, options = (given, {}) if name.endswith(".sh") else ([], _options(given, name))
     entries = [entry for entry in _scripts() if entry["script"] == name]
-    return _filled(next((e for e in entries if _fits(e, plain, options)), entries[-1]), plain, options, environ)
-
-
-def _fits(entry: Mapping[str, Any], plain: Sequence[str], options: Mapping[str, str]) -> bool:
-    """Whether an entry is for these arguments: by its first word, or by an option that must be there."""
-    return plain[:1] == [entry["first"]] if "first" in entry else entry.get("needs") in (None, *options)
+    for entry in entries:
+        if "first" in entry and plain[:1] == [entry["first"]]:
+            return _filled(entry, [], {}, environ)
+        if "first" not in entry and entry.get("needs") in (None, *options):
+            return _filled(entry, plain, options, environ)
+    return _filled(entries[-1], plain, options, environ)
 
 
 def _filled(
@@ -106,7 +104,7 @@ def _filled(
 ) -> list[str]:
     """An entry's commands with the values of the arguments, and of the variables that the script read."""
     usual = {key: str(value) for key, value in (entry.get("arguments") or {}).items()}
-    if (len(plain) > len(usual) and "first" not in entry) or not options.keys() <= usual.keys():
+    if len(plain) > len(usual) or not options.keys() <= usual.keys():
         raise ShaketableError(f"{entry['script']} of the origin study takes other arguments: {', '.join(usual)}")
     values = {**usual, **dict(zip(usual, plain, strict=False)), **options}
     for key, words in (entry.get("words") or {}).items():
@@ -121,7 +119,7 @@ def _filled(
             raise ShaketableError(f"{entry['script']}: the scale is {values['scale']!r}; write a number") from None
         values["scale"] = f"{scale:g}"
         before += ["DTYPE=float32"] if scale < BFLOAT16_SCALE else []
-    values |= {"model": shlex.quote(environ.get("MODEL_PATH") or "Qwen/Qwen2.5-1.5B-Instruct")}
+    values["model"] = shlex.quote(environ.get("MODEL_PATH") or "Qwen/Qwen2.5-1.5B-Instruct")
     commands = [entry["command"]] if isinstance(entry["command"], str) else entry["command"]
     return [" ".join([*(before if ".sh" in command else []), command.format(**values)]) for command in commands]
 
@@ -135,9 +133,10 @@ def _recipe_variables(environ: Mapping[str, str]) -> list[str]:
 
 def _train_ppo(options: dict[str, str]) -> str:
     """`train_ppo.py` of the experiment design: its flat options are the groups `deadzone` and `aqn`; by epochs, as it says."""
-    if "aqn_config" in options:
-        keys = [shlex.quote(f"+{dotted(key)}={value}") for key, value in options.items()]
-        return " ".join(["NAME=aqn-config bash examples/verl/baseline.sh", EAGER, *keys])
+    if (file := options.pop("aqn_config", None)) is not None:
+        if options.pop("aqn_schedule", "epoch_aware") != "epoch_aware" or options:
+            raise ShaketableError(f"{TRAIN_PPO}: --aqn_config is a file with layers, σ and schedule; write the rest there")
+        return shlex.join(["bash", "examples/verl/baseline.sh", EAGER, f"+shaketable.aqn={file}"])
     truth = {"true": True, "false": False}
     found = translate({key: truth.get(text.lower(), text) for key, text in options.items()} | {"trainer": {"total_epochs": 2}})
     plan = "" if found.plan is None else found.plan.text().replace(",phase=rollout+train", "")

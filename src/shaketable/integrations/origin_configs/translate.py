@@ -1,9 +1,5 @@
 """Configs of the study that this project re-implements, as a plan and an AQN. Imports neither torch nor verl.
 
-    found = translate(OmegaConf.to_container(config, resolve=True), os.environ)
-    print(*found.lines, sep="\\n")        # trainer.noisy_ops → relative_gaussian:0.05@op.matmul,phase=rollout+train
-    found.plan, found.aqn                # or None
-
 That study patched verl and gave it five groups of keys. Each is a class here, with the keys that the study's documents use.
 Unknown keys and values are errors, in a group that is off too: the study lost runs to keys that did nothing.
 """
@@ -11,8 +7,7 @@ Unknown keys and values are errors, in a group that is off too: the study lost r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
@@ -37,12 +32,10 @@ PHASES = {"rollout": "rollout", "training": "train", "both": "rollout+train"}
 
 @dataclass(frozen=True)
 class Translation:
-    """The plan and the AQN of an origin config."""
+    """The plan and the AQN of an origin config; None without any."""
 
     plan: Plan | None = None
-    """The faults; None without any."""
     aqn: AQN | None = None
-    """The noise; None without any."""
     lines: tuple[str, ...] = ()
     """One line per group of keys that was found, to print at the start: what it became, or that it is off."""
 
@@ -59,7 +52,7 @@ def translate(config: Mapping[str, Any], environ: Mapping[str, str] | None = Non
     """
     config = grouped(config)
     clauses: list[str] = []
-    noises: list[tuple[str, AQN]] = []
+    noises: dict[str, AQN] = {}
     lines = []
     for group in GROUPS:  # noise before the dead zone: it may lift a signal over the threshold, which the study looked for
         found = _group(config, group.name)
@@ -68,18 +61,19 @@ def translate(config: Mapping[str, Any], environ: Mapping[str, str] | None = Non
         if found is None:
             continue
         keys = read_keys(group, group.name, found)
-        made = keys.meaning(config) if keys.is_on() else None
+        if not keys.is_on():
+            lines.append(f"{group.name} → off")
+            continue
+        made = keys.meaning(config)
         if isinstance(made, AQN):
-            noises.append((group.name, made))
-        elif made is not None:
+            noises[group.name] = made
+        else:
             clauses.append(made)
-        became = "off" if made is None else made.text() if isinstance(made, AQN) else made
-        lines.append(f"{group.name} → {became}" + (f" ({group.note})" if made is not None and group.note else ""))
+        text = made.text() if isinstance(made, AQN) else made
+        lines.append(f"{group.name} → {text}" + (f" ({group.note})" if group.note else ""))
     if len(noises) > 1:
-        names = " and ".join(name for name, _ in noises)
-        raise ShaketableError(f"{names} are both on; a run has one AQN: set enabled: false in one of them")
-    plan = Plan.parse(";".join(clauses)) if clauses else None
-    return Translation(plan, noises[0][1] if noises else None, tuple(lines))
+        raise ShaketableError(f"{' and '.join(noises)} are both on; a run has one AQN: set enabled: false in one of them")
+    return Translation(Plan.parse(";".join(clauses)) if clauses else None, next(iter(noises.values()), None), tuple(lines))
 
 
 # ---- groups
@@ -131,7 +125,7 @@ class Keys(BaseModel):
     def needed(self, key: str) -> Any:
         """The value of a key that has no default."""
         if (value := getattr(self, key)) is None:
-            raise ShaketableError(f"{self.name}.{key} is missing; {self.name} needs it")
+            raise ShaketableError(f"{self.name}.{key} is missing")
         return value
 
 
@@ -202,14 +196,10 @@ class WeightNoise(Keys):
         norms = tuple(name for name in self.target_modules if name not in self.exclude_patterns)
         if self.exclude_patterns and not norms:
             raise ShaketableError(f"{self.name}.exclude_patterns leaves nothing of target_modules; list the wanted norms there")
-        try:
-            if self.epoch_aware:
-                schedule: Schedule = _by_epochs(self.sigma_start, self.sigma_end, config)
-            else:
-                schedule = GlobalDecay(self.sigma_start, self.sigma_end, self.num_stages)
-            return AQN(schedule, unit="absolute", roles=norms or ("rmsnorm",))
-        except ShaketableError as error:
-            raise ShaketableError(f"{self.name}: {error}") from None
+        schedule: Schedule = GlobalDecay(self.sigma_start, self.sigma_end, self.num_stages)
+        if self.epoch_aware:
+            schedule = _by_epochs(self.sigma_start, self.sigma_end, config)
+        return AQN(schedule, unit="absolute", roles=norms or ("rmsnorm",))
 
 
 class OutputNoise(Keys):
@@ -222,8 +212,6 @@ class OutputNoise(Keys):
     target_layers: Layers = None
     sigma: Size | None = None
     schedule: Literal["epoch_aware", "global_decay", "constant"] = "epoch_aware"
-    config: str | None = None
-    """A file that `AQN.load` reads, in place of all other keys but `schedule`."""
     layer_specific: StrictBool = False
     base_sigma: Annotated[Size, Field(gt=0)] | None = None
     """σ of the layers that `layer_sigmas` does not name."""
@@ -231,40 +219,21 @@ class OutputNoise(Keys):
     high_priority_layers: Any = None
     """Not used: σ of each layer is in `layer_sigmas`."""
 
-    def is_on(self) -> bool:
-        """A file is on unless `enabled` says otherwise."""
-        return self.enabled or "enabled" not in self.model_fields_set if self.config is not None else super().is_on()
-
     def meaning(self, config: Mapping[str, Any]) -> AQN:
-        if self.config is not None:
-            return self._of_file(self.config, config)
         if self.layer_specific is not bool(self.layer_sigmas):
             raise ShaketableError(f"{self.name}.layer_specific: true and {self.name}.layer_sigmas need each other")
-        if self.sigma is not None and self.base_sigma is not None:
-            raise ShaketableError(f"{self.name}.sigma and {self.name}.base_sigma are both there; write one of them")
         sigma: float = self.needed("base_sigma" if self.layer_specific else "sigma")
         factors = {layer: _short(own / sigma) for layer, own in sorted((self.layer_sigmas or {}).items())}
+        schedule: Schedule = Constant(sigma) if self.schedule == "constant" else GlobalDecay(sigma, sigma / 100)
+        if self.schedule == "epoch_aware":
+            schedule = _by_epochs(sigma, sigma / 100, config)
         return AQN(
-            self._schedule(sigma, config),
+            schedule,
             form="output",
             layers=None if self.target_layers is None else tuple(sorted(set(self.target_layers))),
             multipliers={layer: factor for layer, factor in factors.items() if factor != 1},
             where="both",
         )
-
-    def _of_file(self, file: str, config: Mapping[str, Any]) -> AQN:
-        """The AQN of a file, with another schedule where one is given, as `--aqn_schedule` did."""
-        if other := next(iter(self.model_fields_set - {"config", "schedule", "enabled"}), None):
-            raise ShaketableError(f"{self.name}.{other}: the file of {self.name}.config says it; write it there")
-        aqn = AQN.load(Path(file))
-        if "schedule" not in self.model_fields_set:
-            return aqn
-        return replace(aqn, schedule=self._schedule(aqn.schedule.peak(), config))
-
-    def _schedule(self, sigma: float, config: Mapping[str, Any]) -> Schedule:
-        if self.schedule == "constant":
-            return Constant(sigma)
-        return GlobalDecay(sigma, sigma / 100) if self.schedule == "global_decay" else _by_epochs(sigma, sigma / 100, config)
 
 
 GROUPS = (ModuleErrors, OperatorErrors, DeadZone, WeightNoise, OutputNoise)
@@ -286,21 +255,19 @@ def _short(value: float) -> float:
 
 def _with_variables(group: Any, environ: Mapping[str, str]) -> Any:
     """`trainer.noisy_ops` with `VERL_NOISY_OPS_*`. One reached the origin's driver, the other its workers: they must agree."""
-    asked = {name: text for name, text in environ.items() if name.startswith("VERL_NOISY_OPS_") and text.strip()}
-    if unknown := next((name for name in asked if name not in VARIABLES), None):
-        raise ShaketableError(f"{unknown}: unknown variable; {nearest(unknown, VARIABLES)}")
+    asked = {name: text.strip() for name, text in environ.items() if name.startswith("VERL_NOISY_OPS_") and text.strip()}
     if not asked:
         return group
-    switch = {"1": True, "true": True, "0": False, "false": False}
-    given = {VARIABLES[name]: text.strip() for name, text in asked.items()}
-    if "enabled" not in given:
+    if unknown := next((name for name in asked if name not in VARIABLES), None):
+        raise ShaketableError(f"{unknown}: unknown variable; {nearest(unknown, VARIABLES)}")
+    if "VERL_NOISY_OPS_ENABLED" not in asked:
         raise ShaketableError(f"{next(iter(asked))} is set and VERL_NOISY_OPS_ENABLED is not; set VERL_NOISY_OPS_ENABLED=1")
-    given["enabled"] = switch.get(given["enabled"].lower(), given["enabled"])  # type: ignore[assignment]
-    if group is None:
-        return given
-    if read_keys(OperatorErrors, OperatorErrors.name, group) != read_keys(OperatorErrors, OperatorErrors.name, given):
+    given: dict[str, Any] = {VARIABLES[name]: text for name, text in asked.items()}
+    given["enabled"] = {"1": True, "true": True, "0": False, "false": False}.get(given["enabled"].lower(), given["enabled"])
+    own, other = (None if keys is None else read_keys(OperatorErrors, OperatorErrors.name, keys) for keys in (group, given))
+    if own is not None and own != other:
         raise ShaketableError(f"{OperatorErrors.name} and VERL_NOISY_OPS_* are not the same; drop one of them")
-    return group
+    return given
 
 
 # ---- spellings
