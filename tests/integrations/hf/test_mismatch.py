@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shaketable.errors import ShaketableError
-from shaketable.integrations.common.mismatch import floor_and_share
+from shaketable.integrations.common.mismatch import floor
 from shaketable.integrations.hf.mismatch import MismatchCheck
 from shaketable.integrations.trl import ShaketableCallback
 from shaketable.mismatch.engine import Rollout
@@ -73,7 +73,7 @@ def test_of_a_server_there_are_the_gap_and_the_trainers_floor():
     found = {name.removeprefix("shaketable/mismatch/"): value for name, value in check.logged().items()}
     assert found["gap"] == pytest.approx(0.1, rel=1e-4) and found["outside"] == 1.0
     assert found["floor"] < 1e-6
-    assert not any(name.startswith(("weights", "share")) for name in found)
+    assert not any(name.startswith("weights") for name in found)
     for trainer.state.global_step in (4, 5):
         trainer._generate_and_score_completions({})
         again = check.logged()
@@ -110,4 +110,4 @@ def test_the_floor_has_the_rounding_of_a_log_softmax_in_float32():
     (logits,) = side.logits(rollouts)
     fast = logits.float().log_softmax(-1)[range(8), rollouts[0].completion]
     healthy = (torch.tensor(own).double() - fast.double()).abs().mean().item()
-    assert floor_and_share(side, None, rollouts)["floor"] >= healthy * 0.999 > 0
+    assert floor(side, None, rollouts) >= healthy * 0.999 > 0

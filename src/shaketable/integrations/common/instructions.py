@@ -25,7 +25,6 @@ VARIABLES = {
     "aqn": "SHAKETABLE_AQN",
     "seed": "SHAKETABLE_SEED",
     "total_steps": "SHAKETABLE_STEPS",
-    "rank": "SHAKETABLE_RANK",
     "ledger": "SHAKETABLE_LEDGER",
 }
 
@@ -43,8 +42,6 @@ class Instructions(BaseModel):
     """Keys the noise of the plan; AQN carries a seed of its own."""
     total_steps: int = Field(default=1, ge=1)
     """Steps of the whole run, which the schedule of AQN is stretched over."""
-    rank: int | None = None
-    """Keys the noise of one process; what the framework says when None."""
     ledger: str | None = None
     """A folder in which every process leaves its ledger."""
 
@@ -64,10 +61,10 @@ class Instructions(BaseModel):
             ShaketableError: An unknown key, or one that cannot be read.
         """
         fields = {key: value for key, value in data.items() if value is not None}
-        if fields.get("plan") is not None:
+        if "plan" in fields:
             plan = Plan.load(_named(fields["plan"]), seed=_seed(fields.get("seed")))
             fields |= {"plan": plan.text(), "seed": plan.seed}
-        if fields.get("aqn") is not None:
+        if "aqn" in fields:
             fields["aqn"] = AQN.load(_named(fields["aqn"])).text()
         return read_keys(cls, "shaketable", fields)
 
@@ -78,8 +75,8 @@ class Instructions(BaseModel):
         return cls.from_mapping(found) if found.keys() & {"plan", "aqn"} else None
 
     def digest(self) -> str:
-        """The same for all that have the same instructions, whatever their rank and wherever their ledgers go."""
-        text = json.dumps(self.model_dump(exclude={"rank", "ledger"}), sort_keys=True)
+        """The same for all that have the same instructions, wherever their ledgers go."""
+        text = json.dumps(self.model_dump(exclude={"ledger"}), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

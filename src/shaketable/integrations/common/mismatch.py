@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shaketable.errors import ShaketableError, UnavailableError
+from shaketable.errors import ShaketableError
 from shaketable.mismatch.engine import Rollout, RolloutEngine
 from shaketable.mismatch.floor import measure_floor
 from shaketable.mismatch.gap import differences, distance
 from shaketable.mismatch.results import ParameterDifference, Weights
-from shaketable.mismatch.shares import ShareMeter
 from shaketable.mismatch.trainer import Trainer
 
 ROLLOUTS = 4
@@ -34,31 +33,17 @@ def gap(engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]]) -
     return {"gap": found.mean_abs, "k3": found.k3, "outside": found.outside}
 
 
-def floor_and_share(side: Trainer, engine: RolloutEngine | None, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """The distance of each side from itself, and the family of operators that causes most of the divergence, by name."""
+def floor(side: Trainer, engine: RolloutEngine | None, rollouts: Sequence[Rollout]) -> float:
+    """The distance of each side from itself, in mean |Δ log p|; that of a log-softmax in float32 is in it."""
     own = side.logprobs(rollouts)
-    floors = [_log_softmax(side, rollouts, own), measure_floor(side, rollouts, own)[0].largest.mean_abs]
-    if engine is None:
-        return {"floor": max(floors)}
-    found = {"floor": max(*floors, measure_floor(engine, rollouts)[0].largest.mean_abs)}
-    shortest = min(rollouts, key=lambda r: len(r.tokens))
-    try:
-        meter = ShareMeter(side.model)
-        (record,) = engine.record([shortest], "decode")
-        returned = engine.logprobs([shortest], "decode")[0]
-        meter.add(shortest, {"prompt": record.prompt or [], "decode": record.calls}, returned)
-    except UnavailableError:
-        return found
-    return found | {f"share/{row.family}": row.share for row in meter.result().families[:1]}
-
-
-def _log_softmax(side: Trainer, rollouts: Sequence[Rollout], own: Sequence[Sequence[float]]) -> float:
-    """Mean |Δ log p| of a log-softmax in float32, as trainers and engines take it; the floor's own are in float64."""
     fast = []
     for logits, rollout in zip(side.logits(rollouts), rollouts, strict=True):
         tokens = torch.tensor(rollout.completion, device=logits.device)[:, None]
         fast.append(logits.float().log_softmax(-1).gather(-1, tokens)[:, 0].tolist())
-    return distance(differences(own, fast)).mean_abs
+    found = [distance(differences(own, fast)).mean_abs, measure_floor(side, rollouts, own)[0].largest.mean_abs]
+    if engine is not None:
+        found.append(measure_floor(engine, rollouts)[0].largest.mean_abs)
+    return max(found)
 
 
 def weight_counts(found: Weights) -> dict[str, float]:

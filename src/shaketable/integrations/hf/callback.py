@@ -8,8 +8,8 @@ No callback fires when an evaluation begins, none between generation and loss, a
 training runs, two methods of that one trainer are wrapped; the trainer is found on the stack.
 
 Step and rank key the noise, so a resumed training gets the noise of an uninterrupted one, and adds to the ledger that its
-checkpoint had. At the end the ledgers of all ranks are merged, printed and written; a rank that injected nothing stops all of
-them with the same error, after the first step if that is known by then.
+checkpoint had. A rank that injected nothing stops all of them with the same error, after the first step if that is known by
+then.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
@@ -41,6 +41,7 @@ from shaketable.records.record import put_in_place
 from shaketable.sites.phases import phase
 
 IN_CHECKPOINT = "shaketable_ledger.json"
+ACCEPT = " (allow_inert=True accepts this)"
 
 
 class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
@@ -81,7 +82,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         if self.aqn is not None and seed is not None:
             self.aqn = replace(self.aqn, seed=seed)
         prepare_colocated(self.plan)
-        self.file = None if ledger is None else Path(ledger)
+        self.file = None if ledger is None else LedgerFile(Path(ledger), self.aqn)
         self.allow_inert = allow_inert
         self.injection: Injection | None = None
         """The plan of this training, or of the last one."""
@@ -89,14 +90,10 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         """The AQN of this training, or of the last one; None when vLLM samples."""
         self.sampler: Colocated | None = None
         """The vLLM of this process, when it samples."""
-        self._earlier: Ledger | None = None
-        """The ledger up to the checkpoint that this training was resumed from."""
         self.merged: Ledger | None = None
         """The ledger of all ranks, when training has ended."""
         self._unwrap: list[Callable[[], None]] = []
         """Give the trainer its own methods back; empty when none is training."""
-        self._call: FrameType | None = None
-        self._evaluates = self.plan is not None and any("eval" in c.site.phase for c in self.plan.clauses)
         self._logged = (0, 0)
         self._is_compiled = False
         self._is_checked = False
@@ -108,12 +105,10 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         """Attach to the model that is trained, for all of its steps."""
         self.close()
         if self.file is not None:
-            self._check_file(self.file, resumed=state.global_step > 0)
-            self._earlier = _in_checkpoint(args, state)
-        trainer, call = running_trainer()
+            self.file.begin(_checkpoint(args, state) if state.global_step else None)
+        trainer = running_trainer()
         check_object("transformers trainer", trainer)
         self._attach(trainer, state)
-        self._call = call
         self._unwrap = [
             wrap_once(trainer, "training_step", self._training_step),
             wrap_once(trainer, "evaluation_loop", self._evaluation_loop),
@@ -123,15 +118,6 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         if self.mismatch_every is not None:
             self.mismatch = MismatchCheck(trainer, self.mismatch_every, self.mismatch_stop)
             self._unwrap.append(self.mismatch.undo)
-
-    def _check_file(self, file: Path, resumed: bool) -> None:
-        """Refuse the file of another training; one that was killed has left its own, which a resumed one goes on with."""
-        if file.exists() and not (resumed and _is_unfinished(file)):
-            raise ShaketableError(f"{file} is there already; nothing is overwritten, name another file")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ShaketableError(f"cannot write {file}: {error.strerror}") from None
 
     def _attach(self, trainer: Any, state: Any) -> None:
         """Match everything before anything is hooked: what does not fit raises, and leaves no trace."""
@@ -147,8 +133,8 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
             self.noise = self.aqn.attach(model, total, step=step, allow_inert=self.allow_inert, plan=self.injection)
         for injection in self._injections():
             injection.skip_pass = reference_test(model)
-        self._switch(True)
-        self._switch(False)
+        self._enable(*self._injections())
+        self._disable()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """The noise of this step."""
@@ -161,35 +147,27 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         if self.noise is not None:
             self.noise.step = state.global_step
         if self.sampler is not None:
-            self.sampler.step = state.global_step
+            self.sampler.set_step(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """After the first step: raises when a rank injected nothing, as far as that is known."""
         if not self._unwrap or self._is_checked:
             return
         self._is_checked = True
-        if errors := _by_rank(from_all_ranks([] if self.allow_inert else self._first_complaints())):
+        lines: list[str] = []
+        if self.injection is not None:
+            lines += self.injection.inert_check.inert(trained=True, ledger=self.ledger).values()
+        if self.noise is not None:
+            lines += self.noise.inert(trained=True)
+        found = [line + ACCEPT for line in lines if not self.allow_inert]
+        if errors := _by_rank(gather_object([found])):
             self.close()
             raise InertError(f"{errors} (after the first step)")
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Write the ledger so far into the checkpoint, for a training that is resumed from there."""
-        self._keep(Path(args.output_dir, f"checkpoint-{state.global_step}", IN_CHECKPOINT))
-
-    def _keep(self, *files: Path) -> None:
-        """Bring the ledger on disk up to date. All ranks come by here in the same order."""
-        if self.file is None or not self._unwrap:
-            return
-        rows = from_all_ranks(self.ledger.to_dict())
-        if this_rank() == 0:
-            merged = self._with_earlier([Ledger.from_dict(row) for row in rows])
-            for file in (self.file, *files):
-                if file.parent.is_dir():
-                    self._write(file, merged, rows, finished=False)
-
-    def _with_earlier(self, ledgers: list[Ledger]) -> Ledger:
-        """The ledgers of all ranks, and that of the steps before the checkpoint."""
-        return Ledger.merge([*([] if self._earlier is None else [self._earlier]), *ledgers])
+        if self.file is not None and self._unwrap:
+            self.file.write(self.ledger, _checkpoint(args, state))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         """Log what was injected since the last line, beside the losses."""
@@ -198,8 +176,8 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
             for place in (logs, state.log_history[-1]):
                 place.update(found)
             self._logged = self.ledger.forward, self.ledger.backward
-            if not is_distributed():
-                self._keep()
+            if self.file is not None and PartialState().num_processes == 1:  # several ranks do not all log
+                self.file.write(self.ledger)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Take the noise off; merge, print and write the ledger; raises when a rank injected nothing."""
@@ -209,46 +187,35 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         ledger = self.ledger
         complaints = [] if self.allow_inert else self._complaints()
         self.close()
-        rows = from_all_ranks((ledger.to_dict(), complaints))
-        self.merged = self._with_earlier([Ledger.from_dict(found) for found, _ in rows])
+        if self.file is not None:
+            self.merged = self.file.write(ledger, finished=True)
+        else:
+            self.merged = Ledger.merge([Ledger.from_dict(row) for row in gather_object([ledger.to_dict()])])
         if this_rank() == 0:
             print(self.merged)
-            if self.file is not None:
-                self._write(self.file, self.merged, [found for found, _ in rows], finished=True)
-        if errors := _by_rank([lines for _, lines in rows]):
+        if errors := _by_rank(gather_object([complaints])):
             raise InertError(errors)
 
     # ---- on and off
 
     def _training_step(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._left_behind():
-            return train(*args, **kwargs)
         with self._guarded():
-            self._switch(True)
+            self._enable(*self._injections())
             loss = train(*args, **kwargs)
-            self._switch(False)
+            self._disable()
         return loss
 
     def _evaluation_loop(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._left_behind():
-            return evaluate(*args, **kwargs)
         with self._guarded(), phase("eval"):
             if self.sampler is not None:
-                self.sampler.phase = "eval"
-            if self._evaluates and self.injection is not None:
-                self._switch_one(self.injection, True)
+                self.sampler.set_phase("eval")
+            if self.injection is not None and any("eval" in c.site.phase for c in self.injection.plan.clauses):
+                self._enable(self.injection)
             output = evaluate(*args, **kwargs)
-            self._switch(False)
+            self._disable()
             if self.sampler is not None:
-                self.sampler.phase = "rollout"
+                self.sampler.set_phase("rollout")
         return output
-
-    def _left_behind(self) -> bool:
-        """Whether the training that we belong to is over, perhaps by an error outside of its steps: then end too."""
-        if self._call is not None and is_running(self._call):
-            return False
-        self.close()
-        return True
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -261,18 +228,16 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
             finally:
                 raise error
 
-    def _switch(self, on: bool) -> None:
-        """Everything on, or off."""
-        for injection in self._injections():
-            self._switch_one(injection, on)
-
-    def _switch_one(self, injection: Injection, on: bool) -> None:
+    def _enable(self, *injections: Injection) -> None:
         """The operator mode is left to the calls of the model, unless it is compiled: dynamo must see the mode before them."""
-        if on:
+        for injection in injections:
             injection.enable()
-        else:
+            if not self._is_compiled:
+                injection.drop_mode()
+
+    def _disable(self) -> None:
+        for injection in self._injections():
             injection.disable()
-        if not (on and self._is_compiled):
             injection.drop_mode()
 
     def _injections(self) -> list[Injection]:
@@ -283,11 +248,10 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         """Take everything off the model and the trainer. What was counted stays."""
         for unwrap in self._unwrap:
             unwrap()
-        self._unwrap, self._call = [], None
-        if self.injection is not None:
-            self.injection.close(check=False)
-        if self.noise is not None:
-            self.noise.close(check=False)
+        self._unwrap = []
+        for part in (self.injection, self.noise):
+            if part is not None:
+                part.close(check=False)
         if self.sampler is not None:
             self.sampler.close()
 
@@ -296,8 +260,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
     @property
     def ledger(self) -> Ledger:
         """The ledger of this rank: the clauses of the plan, then those that AQN is made of."""
-        parts = [] if self.injection is None else [self.injection.ledger]
-        parts += [] if self.noise is None else [self.noise.ledger]
+        parts = [part.ledger for part in (self.injection, self.noise) if part is not None]
         parts += [] if self.sampler is None else self.sampler.ledgers()
         return together(parts) if parts else Ledger("", 0, [])
 
@@ -315,30 +278,60 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         errors = [error for site in asked if (error := site.measured().error) is not None]
         return found | ({"shaketable/measured_error": max(errors)} if errors else {})
 
-    def _first_complaints(self) -> list[str]:
-        """One line for each thing that should have acted in the first step on this rank, and did nothing."""
-        lines: list[str] = []
-        if self.injection is not None:
-            lines += self.injection.inert_check.inert(trained=True, ledger=self.ledger).values()
-        if self.noise is not None:
-            lines += self.noise.inert(trained=True)
-        return [f"{line} (allow_inert=True accepts this)" for line in lines]
-
     def _complaints(self) -> list[str]:
         """One line for each thing that did nothing on this rank; of AQN's, what its own check says."""
-        here = self.ledger if self.noise is None else self.injection.ledger if self.injection is not None else None
-        lines = [] if here is None else [f"{line} (allow_inert=True accepts this)" for line in here.inert()]
-        if self.noise is not None:
-            try:
-                self.noise.close()
-            except InertError as error:
-                lines.append(str(error))
+        if self.noise is None:
+            return [line + ACCEPT for line in self.ledger.inert()]
+        lines = [] if self.injection is None else [line + ACCEPT for line in self.injection.ledger.inert()]
+        try:
+            self.noise.close()
+        except InertError as error:
+            lines.append(str(error))
         return lines
 
-    def _write(self, file: Path, merged: Ledger, ranks: list[dict[str, Any]], *, finished: bool) -> None:
+
+class LedgerFile:
+    """The merged ledger of all ranks on disk. A training that was killed has left its own, which a resumed one goes on with."""
+
+    def __init__(self, path: Path, aqn: AQN | None) -> None:
+        self.path = path
+        self.aqn = None if aqn is None else aqn.text()
+        self.earlier: list[Ledger] = []
+        """The ledger up to the checkpoint that this training was resumed from."""
+
+    def begin(self, checkpoint: Path | None) -> None:
+        """Refuse the file of another training; take over what a checkpoint had."""
+        if self.path.exists() and not (checkpoint is not None and _is_unfinished(self.path)):
+            raise ShaketableError(f"{self.path} is there already; nothing is overwritten, name another file")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ShaketableError(f"cannot write {self.path}: {error.strerror}") from None
+        self.earlier = []
+        if checkpoint is not None and checkpoint.exists():
+            self.earlier = [Ledger.from_dict(json.loads(checkpoint.read_text(encoding="utf-8")))]
+
+    def write(self, own: Ledger, *copies: Path, finished: bool = False) -> Ledger:
+        """Merge the ledgers of all ranks, which come by here in the same order, and write them."""
+        ranks = gather_object([own.to_dict()])
+        merged = Ledger.merge([*self.earlier, *(Ledger.from_dict(rank) for rank in ranks)])
         workers = [{"rank": i, "forward": r["forward"], "backward": r["backward"]} for i, r in enumerate(ranks)]
-        extra = {"aqn": None if self.aqn is None else self.aqn.text(), "workers": workers, "finished": finished}
-        put_in_place(file, json.dumps(merged.to_dict() | extra, indent=2) + "\n")
+        body = merged.to_dict() | {"aqn": self.aqn, "workers": workers, "finished": finished}
+        for file in (self.path, *copies):
+            if this_rank() == 0 and file.parent.is_dir():
+                put_in_place(file, json.dumps(body, indent=2) + "\n")
+        return merged
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    return Path(args.output_dir, f"checkpoint-{state.global_step}", IN_CHECKPOINT)
+
+
+def _is_unfinished(file: Path) -> bool:
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("finished") is False
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def while_training(plan: Plan) -> Plan:
@@ -355,26 +348,13 @@ def together(ledgers: list[Ledger]) -> Ledger:
     first = Ledger.from_dict(ledgers[0].to_dict())
     for other in (Ledger.from_dict(ledger.to_dict()) for ledger in ledgers[1:]):
         mine = {(site.site, site.fault): site for site in first.sites}
-        new = [site for site in other.sites if (site.site, site.fault) not in mine]
         for site in other.sites:
-            if site not in new:
-                mine[site.site, site.fault].add(site)
-        first.sites += new
+            if (known := mine.get((site.site, site.fault))) is not None:
+                known.add(site)
+            else:
+                first.sites.append(site)
         first.plan = first.plan if other.plan == first.plan else f"{first.plan};{other.plan}"
     return first
-
-
-def _is_unfinished(file: Path) -> bool:
-    try:
-        return json.loads(file.read_text(encoding="utf-8")).get("finished") is False
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def _in_checkpoint(args: Any, state: Any) -> Ledger | None:
-    """The ledger in the checkpoint that a training is resumed from."""
-    file = Path(args.output_dir, f"checkpoint-{state.global_step}", IN_CHECKPOINT)
-    return Ledger.from_dict(json.loads(file.read_text(encoding="utf-8"))) if state.global_step and file.exists() else None
 
 
 def _by_rank(complaints: list[list[str]]) -> str:
@@ -387,29 +367,14 @@ def _by_rank(complaints: list[list[str]]) -> str:
 # ---- what a trainer does not tell its callbacks
 
 
-def running_trainer() -> tuple[Any, FrameType]:
-    """The trainer that is calling a callback now, and the frame of its `train`: the outermost on the stack that is its own."""
-    trainer: Any = None
-    frame: FrameType | None = sys._getframe(1)
+def running_trainer() -> Any:
+    """The trainer that is calling a callback now."""
+    frame = sys._getframe(1)
     while frame is not None:
-        found = frame.f_locals.get("self")
-        if trainer is None and isinstance(found, Trainer):
-            trainer = found
-        if trainer is not None and found is trainer:
-            call = frame
-        frame = frame.f_back
-    if trainer is None:
-        raise ShaketableError("the callback was not called by a transformers Trainer; use st.inject and AQN.attach elsewhere")
-    return trainer, call
-
-
-def is_running(call: FrameType) -> bool:
-    """Whether a call has not returned or raised yet: Python refuses to clear a frame that is being executed."""
-    try:
-        call.clear()
-    except RuntimeError:
-        return True
-    return False
+        if isinstance(found := frame.f_locals.get("self"), Trainer):
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    raise ShaketableError("the callback was not called by a transformers Trainer; use st.inject and AQN.attach elsewhere")
 
 
 def reference_test(model: nn.Module) -> Callable[[], bool] | None:
@@ -425,17 +390,3 @@ def reference_test(model: nn.Module) -> Callable[[], bool] | None:
         return None
     trained = list(layer.active_adapters)
     return lambda: bool(layer.disable_adapters) or layer.active_adapters != trained
-
-
-def is_distributed() -> bool:
-    """Whether there are other ranks."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def from_all_ranks(value: Any) -> list[Any]:
-    """The value of every rank, in their order; all ranks have to ask."""
-    if not is_distributed():
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found

@@ -10,6 +10,7 @@ in, and they wait for the training to begin.
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,52 +31,37 @@ def prepare_colocated(plan: Plan | None) -> None:
     if find_spec("vllm") is not None:
         from shaketable.integrations.vllm.worker import prepare
 
-        prepare(None if plan is None or not can_act(plan) else Instructions(plan=plan.text(), seed=plan.seed, rank=this_rank()))
+        os.environ["SHAKETABLE_RANK"] = str(this_rank())
+        prepare(None if plan is None or not can_act(plan) else Instructions(plan=plan.text(), seed=plan.seed))
 
 
 class Colocated:
     """The vLLM of this process, with the plan and the AQN on it."""
 
     def __init__(self, llm: Any, plan: Plan | None, aqn: AQN | None, total_steps: int, step: int) -> None:
-        plan = plan if plan is not None and can_act(plan) else None
-        self.plan, self.aqn = plan, aqn
+        if getattr(llm, "_shaketable_held", False):
+            raise PlanError("another callback has its plan or AQN on this vLLM; give both to one callback")
+        llm._shaketable_held = True
         self._llm = llm
-        self._claim()
+        self.plan = plan if plan is not None and can_act(plan) else None
+        self.aqn = aqn
         self.total_steps = total_steps
         self._engine = connect(llm)
-        self._step = step
         self._reports: list[dict[str, Any]] | None = None
-        if plan is not None:
-            self._engine.set_plan(plan.text(), plan.seed, this_rank())
+        if self.plan is not None:
+            self._engine.set_plan(self.plan.text(), self.plan.seed)
         if aqn is not None:
-            self._engine.set_aqn(aqn.text(), total_steps, step, this_rank())
+            self._engine.set_aqn(aqn.text(), total_steps, step)
+        self.set_step(step)
+        self.set_phase("rollout")
+
+    def set_step(self, step: int) -> None:
+        """Begin a training step: it keys the noise, and σ follows."""
         self.step = step
-        self.phase = "rollout"
-
-    def _claim(self) -> None:
-        """One callback at a time: a second one's plan would silently replace the first's."""
-        if getattr(self._llm, "_shaketable_held", False):
-            raise PlanError("another callback has its plan or AQN on this vLLM; give both to one callback")
-        self._llm._shaketable_held = True
-
-    @property
-    def step(self) -> int:
-        """The training step: it keys the noise, and σ follows."""
-        return self._step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._step = step
         self._engine.set_step(step)
 
-    @property
-    def phase(self) -> str:
+    def set_phase(self, phase: str) -> None:
         """rollout, or eval while the trainer evaluates."""
-        return self._phase
-
-    @phase.setter
-    def phase(self, phase: str) -> None:
-        self._phase = phase
         self._engine.set_phase(phase)
 
     @property

@@ -1,9 +1,7 @@
 """Errors of one line for plans that cannot act inside of vLLM, raised before anything is hooked.
 
-vLLM has several places where a hook would never be called: replayed CUDA graphs, modules compiled without it, LoRA wrappers.
-What the config alone shows (a plan that cannot be read, layers that the model does not have, activations in CUDA graphs) is
-refused in the user's own process, where vLLM makes that config (`init_and_check`). The rest needs the model, in a process that
-vLLM has started: `refusing` prints one line, also for `shaketable run`, and ends that process.
+What the config alone shows is refused in the user's own process, where vLLM makes that config (`init_and_check`). The rest
+needs the model, in a process that vLLM has started: `refusing` prints one line, also for `shaketable run`, and ends it.
 """
 
 from __future__ import annotations
@@ -80,6 +78,12 @@ def _own(config: Any) -> Any:
     return config.additional_config.get("shaketable") if isinstance(config.additional_config, dict) else None
 
 
+def init_and_check(init: Callable[..., None], config: Any, *args: Any, **kwargs: Any) -> None:
+    """`VllmConfig.__init__`, then `check`. In `__post_init__` pydantic would put a plan's error into one of its own."""
+    init(config, *args, **kwargs)
+    check(config)
+
+
 def check(config: Any) -> None:
     """Refuse what cannot be done in a vLLM with this config, and see to it that a ledger is kept.
 
@@ -88,7 +92,8 @@ def check(config: Any) -> None:
     if config.model_config is None:
         return
     try:
-        _check(config)
+        if (instructions := read_instructions(config)) is not None:
+            _check(instructions, config)
     except ShaketableError as error:
         if _own(config):
             raise
@@ -96,10 +101,8 @@ def check(config: Any) -> None:
         raise SystemExit(2) from None
 
 
-def _check(config: Any) -> None:
-    instructions, extension = read_instructions(config), config.parallel_config.worker_extension_cls
-    if instructions is None:
-        return
+def _check(instructions: Instructions, config: Any) -> None:
+    extension = config.parallel_config.worker_extension_cls
     if instructions.plan is not None:
         plan = Plan.parse(instructions.plan)
         if not os.environ.get(VARIABLES["plan"]):
@@ -108,7 +111,7 @@ def _check(config: Any) -> None:
             for clause in plan.clauses:
                 check_range(clause.site, count)
         refuse_captured(plan, config)
-    if instructions.aqn is not None and extension in (None, "") and instructions.total_steps == 1:
+    if instructions.aqn is not None and not extension and instructions.total_steps == 1:
         refuse_standstill(AQN.load(instructions.aqn))
     if instructions.ledger is None and active() is None and extension != EXTENSION:  # nobody could ask what it did
         folder = str(default_folder().resolve())
@@ -137,8 +140,7 @@ def refuse_captured(plan: Plan, config: Any) -> None:
     """CUDA graphs run no Python: nothing but the weights can be faulty in them."""
     from vllm.platforms import current_platform
 
-    mode = getattr(config.compilation_config, "cudagraph_mode", None)
-    captured = mode is not None and getattr(mode, "name", "NONE") != "NONE" and not current_platform.is_cpu()
+    captured = bool(config.compilation_config.cudagraph_mode) and not current_platform.is_cpu()
     hit = [clause for clause in plan.clauses if not is_written(clause)]
     if captured and hit:
         raise PlanError(
@@ -162,29 +164,3 @@ def refuse_adapted(injection: Injection) -> None:
         raise PlanError(
             f"{hit}: vLLM's LoRA computes it without a call that could be hit; merge the adapter, or use point=weight"
         )
-
-
-def refuse_other_taps(plan: Plan, compiled: Injection | None, rank: int) -> Injection:
-    """The plan that a model was compiled with, of which only magnitudes can change; refuses any other."""
-    instead = "start vLLM with the plan (shaketable.integrations.vllm.options), or with enforce_eager=True"
-    if compiled is None:
-        raise PlanError(f"{plan.text()}: this vLLM model was compiled without taps; {instead}")
-    if _shape(plan, rank) != _shape(compiled.plan, compiled.rank):
-        raise PlanError(
-            f"{plan.text()}: this vLLM model is compiled, and of {compiled.plan.text()} only magnitudes can change; {instead}"
-        )
-    return compiled
-
-
-def _shape(plan: Plan, rank: int) -> object:
-    """All of a plan but its magnitudes, and whose it is."""
-    return plan.seed, rank, [(c.site, c.fault.kind, tuple(c.fault.params().items())) for c in plan.clauses]
-
-
-# ---- around a method of vLLM, in the process that the user has started (`integrations.vllm.PATCHED`)
-
-
-def init_and_check(init: Callable[..., None], config: Any, *args: Any, **kwargs: Any) -> None:
-    """`VllmConfig.__init__`, then `check`. In `__post_init__` pydantic would put a plan's error into one of its own."""
-    init(config, *args, **kwargs)
-    check(config)

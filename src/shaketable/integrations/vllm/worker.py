@@ -14,7 +14,6 @@ On a CPU vLLM packs the weights of linears away. When a plan is about them, pack
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +28,6 @@ from shaketable import __version__
 from shaketable.aqn.attach import AttachedAQN
 from shaketable.aqn.spec import AQN
 from shaketable.errors import InertError, PlanError, ShaketableError, nearest
-from shaketable.faults import MagnitudeFault
 from shaketable.inject import op
 from shaketable.inject.injection import Injection
 from shaketable.integrations.common.instructions import Instructions
@@ -42,7 +40,6 @@ from shaketable.integrations.vllm.refusals import (
     refuse_adapted,
     refuse_captured,
     refuse_idle,
-    refuse_other_taps,
     refuse_standstill,
     refusing,
     tell,
@@ -74,7 +71,6 @@ class Shaker:
         given = self.config.additional_config
         if isinstance(given, dict) and given.get("shaketable"):  # vLLM names its graphs by its whole config
             given["shaketable"] = {key: value for key, value in given["shaketable"].items() if key != "ledger"}
-        self.told_rank: int | None = None
         self.plan: Injection | None = None
         self.compiled: Injection | None = None
         """The plan whose taps are in the compiled model, also while another one is on."""
@@ -113,20 +109,16 @@ class Shaker:
     @property
     def rank(self) -> int:
         """Which copy of the model this is: tensor-parallel workers are one copy, and share it."""
-        if self.told_rank is not None:
-            return self.told_rank
-        instructions = self.instructions or _prepared
-        if instructions is not None and instructions.rank is not None:
-            return instructions.rank
         if given := os.environ.get("SHAKETABLE_RANK"):
             return int(given)
         parallel, place = self.config.parallel_config, process_identity.rank_here()
-        copy = int(getattr(parallel, "data_parallel_index", None) or parallel.data_parallel_rank or 0)
+        copy = int(parallel.data_parallel_index or 0)
         return process_identity.number(f"{place}/{copy}") if place else copy
 
     @property
     def is_compiled(self) -> bool:
-        return int(getattr(self.config.compilation_config.mode, "value", self.config.compilation_config.mode) or 0) > 0
+        """Whether vLLM compiles the model."""
+        return int(self.config.compilation_config.mode or 0) > 0
 
     # ---- attaching
 
@@ -226,12 +218,10 @@ class Shaker:
 
     def go_live(self) -> None:
         """vLLM serves its first request: switch on."""
-        if self.is_live:
-            return
-        self.is_live = True
-        for part in (self.plan, self.aqn):
-            if part is not None:
-                part.enable()
+        if not self.is_live:
+            self.is_live = True
+            for injection in self.injections:
+                injection.enable()
 
     def watch_requests(self) -> None:
         """Wrap what serves a request, and what makes vLLM read its weights again."""
@@ -298,9 +288,8 @@ class Shaker:
 
     # ---- what can be asked for
 
-    def set_plan(self, plan: str, seed: int = 0, rank: int | None = None) -> None:
-        """Put a plan in place of the one there is; a compiled model takes its own with other magnitudes."""
-        self.told_rank = self.told_rank if rank is None else rank
+    def set_plan(self, plan: str, seed: int = 0) -> None:
+        """Put a plan in place of the one there is; a compiled model takes its own."""
         new = Plan.load(plan, seed=seed)
         refuse_idle(new)
         if self.instructions is not None and active() is not None:
@@ -309,15 +298,21 @@ class Shaker:
             )
         self.watch_new_weights()
         if self.is_compiled and not all(is_written(clause) for clause in new.clauses):
-            compiled = refuse_other_taps(new, self.compiled, self.rank)
-            self.go_live()
-            self._put_into_graph(new, compiled)
+            self._put_into_graph(new)
         else:
             self.go_live()
             self._attach_plan(new)
 
-    def _put_into_graph(self, plan: Plan, compiled: Injection) -> None:
-        """Give the compiled plan the magnitudes of this one."""
+    def _put_into_graph(self, plan: Plan) -> None:
+        """Switch the plan on that the model was compiled with, at the magnitudes it asks for."""
+        compiled = self.compiled
+        if compiled is None or (compiled.plan, compiled.rank) != (plan, self.rank):
+            has = "without taps" if compiled is None else f"with {compiled.plan.text()}, of which only magnitudes can change"
+            raise PlanError(
+                f"{plan.text()}: this vLLM model was compiled {has}; "
+                "start vLLM with the plan (shaketable.integrations.vllm.options), or with enforce_eager=True"
+            )
+        self.go_live()
         if self.plan is not None and self.plan is not compiled:
             self._retire(self.plan)
         self.plan = self.newest["plan"] = compiled
@@ -328,17 +323,10 @@ class Shaker:
 
     def set_magnitude(self, magnitude: float, clause: int | None = None) -> None:
         """Change the magnitude of one clause, or of all."""
-        if not 0 <= magnitude < math.inf:
-            raise PlanError(f"a magnitude is 0 or above, not {magnitude}")
-        plan = self._planned()
-        if not any(isinstance(fault, MagnitudeFault) for i, fault in enumerate(plan.faults) if clause in (None, i)):
-            which = "no clause" if clause is None else f"no clause {clause}"
-            raise PlanError(f"{plan.plan.text()}: there is {which} with a magnitude")
-        plan.set_magnitude(magnitude, clause)
+        self._planned().set_magnitude(magnitude, clause)
 
-    def set_aqn(self, aqn: str, total_steps: int, step: int = 0, rank: int | None = None) -> None:
+    def set_aqn(self, aqn: str, total_steps: int, step: int = 0) -> None:
         """Put AQN on the model; `set_step` moves along its schedule."""
-        self.told_rank = self.told_rank if rank is None else rank
         new = AQN.load(aqn)
         if self.is_compiled and new.form == "output":
             raise PlanError("this vLLM model is compiled: AQN on outputs must be given when vLLM starts, or use form=weight")
@@ -360,8 +348,6 @@ class Shaker:
 
     def set_step(self, step: int) -> None:
         """Begin a training step: it keys the noise, and σ follows."""
-        if not isinstance(step, int) or step < 0:
-            raise ShaketableError(f"a step is a whole number of 0 or above, not {step!r}")
         self.step, self.is_stepped = step, True
         if self.plan is not None:
             self.plan.step = step
