@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shaketable.errors import ShaketableError
-from shaketable.integrations.common.mismatch import DigestComparison, digest
+from shaketable.integrations.common.mismatch import compare_digests, digest
 from shaketable.mismatch.weights import compare
 
 WEIGHT = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
@@ -86,14 +86,12 @@ def test_what_the_engine_does_not_tell_is_listed_but_for_tied_parameters():
     assert (found.missing, found.unknown) == (["other"], ["strange"])
 
 
-def held(weight):
-    return str(weight.dtype).removeprefix("torch."), digest(weight)
-
-
 def unlike(own, dtype, engine):
-    found = DigestComparison({"w": held(engine)}, dtype)
-    found.add("w", own)
-    return bool(found.differing)
+    return bool(compare_digests({"w": digests(own, dtype)}, [{"w": digest(engine)}], dtype).differing)
+
+
+def digests(own, dtype):
+    return digest(own), digest(own.to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -120,17 +118,15 @@ def test_the_sign_of_a_zero_is_no_difference_and_one_bit_is():
 
 
 def test_only_what_both_sides_have_counts_as_compared():
-    engine = {"w": WEIGHT * 1.5, "same": SQUARE.bfloat16(), "fused": OTHER}
-    found = DigestComparison({name: held(weight) for name, weight in engine.items()}, torch.float32, " (replica 1)")
-    for name, own in (("w", WEIGHT), ("same", SQUARE), ("trainer's alone", OTHER)):
-        found.add(name, own)
-    said = found.result()
+    weights = {"w": WEIGHT, "same": SQUARE, "trainer's alone": OTHER}
+    own = {name: digests(weight, torch.bfloat16) for name, weight in weights.items()}
+    own_held = {"w": digest(WEIGHT.bfloat16())}
+    held = {"w": digest(WEIGHT * 1.5), "same": digest(SQUARE.bfloat16()), "fused": digest(OTHER)}
+    said = compare_digests(own, [own_held, held], torch.bfloat16)
     assert [row.name for row in said.differing] == ["w (replica 1)"]
-    assert (said.compared, said.cast, said.unknown) == (2, 1, ["fused"])
+    assert (said.compared, said.cast, said.unknown) == (3, 2, ["fused"])
 
 
 def test_weights_of_which_none_was_compared_are_not_equal_weights():
-    found = DigestComparison({"model.w": held(WEIGHT)}, torch.float32)
-    found.add("w", WEIGHT)
     with pytest.raises(ShaketableError, match="nothing was compared"):
-        found.result()
+        compare_digests({"w": digests(WEIGHT, torch.float32)}, [{"model.w": digest(WEIGHT)}], torch.float32)

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shaketable.errors import ShaketableError
+from shaketable.errors import ShaketableError, UnavailableError
 from shaketable.mismatch.engine import Rollout, RolloutEngine
 from shaketable.mismatch.floor import measure_floor
 from shaketable.mismatch.gap import differences, distance
 from shaketable.mismatch.results import ParameterDifference, Weights
+from shaketable.mismatch.shares import ShareMeter
 from shaketable.mismatch.trainer import Trainer
 
 ROLLOUTS = 4
@@ -46,6 +47,19 @@ def floor(side: Trainer, engine: RolloutEngine | None, rollouts: Sequence[Rollou
     return max(found)
 
 
+def largest_share(side: Trainer, engine: RolloutEngine, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The family of operators that causes most of the divergence of one completion, by name; nothing where it is not seen."""
+    shortest = min(rollouts, key=lambda r: len(r.tokens))
+    try:
+        meter = ShareMeter(side.model)
+        (record,) = engine.record([shortest], "decode")
+        returned = engine.logprobs([shortest], "decode")[0]
+        meter.add(shortest, {"prompt": record.prompt or [], "decode": record.calls}, returned)
+    except UnavailableError:
+        return {}
+    return {f"share/{row.family}": row.share for row in meter.result().families[:1]}
+
+
 def weight_counts(found: Weights) -> dict[str, float]:
     """The comparison of weights as numbers of a log."""
     counts = {"compared": found.compared, "cast": found.cast, "differing": len(found.differing), "unknown": len(found.unknown)}
@@ -70,45 +84,34 @@ def named(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def digest(weight: Tensor) -> str:
-    """SHA-256 of a weight's bytes; zeros have no sign in it."""
-    unsigned = weight.detach().cpu() + 0 if weight.element_size() > 1 else weight.detach().cpu()
-    return hashlib.sha256(unsigned.contiguous().view(torch.uint8).numpy().data).hexdigest()
+    """SHA-256 of a weight's values, whatever dtype they are held in; zeros have no sign in it."""
+    values = weight.detach().cpu().float() + 0
+    return hashlib.sha256(values.contiguous().numpy().data).hexdigest()
 
 
-class DigestComparison:
-    """A sampler's digests against the weights of a trainer that shares no memory with it.
+def compare_digests(own: Mapping[str, tuple[str, str]], samplers: Sequence[Mapping[str, str]], dtype: torch.dtype) -> Weights:
+    """The weights of samplers against those of a trainer that shares no memory with them.
 
     Args:
-        digests: By name, the dtype in which the sampler holds a weight, and its digest.
-        dtype: In which it computes.
-        where: Which sampler it is, for the names of what differs.
+        own: The trainer's digests by name: as a weight is, and cast to the dtype of the samplers.
+        samplers: The digests of each.
+        dtype: In which they compute.
+
+    Raises:
+        ShaketableError: Of one nothing was compared, which must not look like weights that are all equal.
     """
-
-    def __init__(self, digests: Mapping[str, tuple[str, str]], dtype: torch.dtype, where: str = "") -> None:
-        self.digests, self.dtype, self.where = digests, dtype, where
-        self.seen: set[str] = set()
-        self.cast = 0
-        self.differing: list[ParameterDifference] = []
-
-    def add(self, name: str, own: Tensor) -> None:
-        """Compare one weight, if the sampler gave its digest."""
-        if name not in self.digests:
-            return
-        kind, digested = self.digests[name]
-        held: torch.dtype = getattr(torch, kind)
-        self.seen.add(name)
-        self.cast += held != own.dtype
-        candidates = [own.to(self.dtype).to(held), *([own] if own.dtype == held else [])]
-        if all(digest(weight) != digested for weight in candidates):
-            self.differing.append(ParameterDifference(f"{name}{self.where}", "other_values", "holds other values"))
-
-    def result(self) -> Weights:
-        """The comparison.
-
-        Raises:
-            ShaketableError: Nothing was compared, which must not look like weights that are all equal.
-        """
-        if not self.seen:
-            raise ShaketableError("no weight of the sampler has the name of one of the trainer's: nothing was compared")
-        dtype = str(self.dtype).removeprefix("torch.")
-        return Weights(len(self.seen), self.cast, self.differing, dtype, [], sorted(set(self.digests) - self.seen))
+    if any(own.keys().isdisjoint(held) for held in samplers):
+        raise ShaketableError("no weight of the sampler has the name of one of the trainer's: nothing was compared")
+    both = [(i, name, held[name]) for i, held in enumerate(samplers) for name in own if name in held]
+    return Weights(
+        compared=len(both),
+        cast=sum(got == own[name][1] != own[name][0] for _, name, got in both),
+        differing=[
+            ParameterDifference(f"{name} (replica {i})", "other_values", "holds other values")
+            for i, name, got in both
+            if got not in own[name]
+        ],
+        engine_dtype=str(dtype).removeprefix("torch."),
+        missing=[],
+        unknown=sorted({name for held in samplers for name in held.keys() - own.keys()}),
+    )

@@ -1,7 +1,8 @@
 """The sampler compared with the trainer, every so many steps of a TRL training: `ShaketableCallback(mismatch_every=50)`.
 
-A check comes right after vLLM generated completions, when it has the weights of this step. The floor takes most of the time, and
-is measured in the first check. Of a vLLM server there are the gap and the trainer's own floor: its weights cannot be reached.
+A check comes right after vLLM generated completions, when it has the weights of this step. Floor and share take most of the
+time, and are measured in the first check. Of a vLLM server there are the gap and the trainer's own floor: its weights cannot be
+reached.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from shaketable.errors import ShaketableError
-from shaketable.integrations.common.mismatch import ROLLOUTS, floor, gap, named, refuse_stale, weight_counts
+from shaketable.integrations.common.mismatch import ROLLOUTS, floor, gap, largest_share, named, refuse_stale, weight_counts
 from shaketable.integrations.common.wrapping import wrap_once
 from shaketable.integrations.hf.vllm_sampler import samples_with_vllm
 from shaketable.mismatch.engine import Rollout, RolloutEngine, Sampling
@@ -73,6 +74,7 @@ class MismatchCheck:
         if not self._has_floor:
             self._has_floor = True
             found["floor"] = floor(side, self.engine, rollouts)
+            found |= {} if self.engine is None else largest_share(side, self.engine, rollouts)
         return found
 
     def _weights(self, side: Trainer, step: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,12 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from shaketable.errors import ShaketableError
-from shaketable.integrations.common.mismatch import DigestComparison, named, refuse_stale, weight_counts
+from shaketable.integrations.common.mismatch import compare_digests, digest, named, refuse_stale, weight_counts
 from shaketable.integrations.names import check
 from shaketable.integrations.verl.settings import ORDERS, Shaking
 from shaketable.integrations.verl.trainer import use_worker
 from shaketable.integrations.verl.workers import PATIENCE
 from shaketable.io.strict_json import strict
-from shaketable.mismatch.results import Weights
 
 check("verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync")
 OBSERVER = "shaketable.integrations.verl.sampler.ObservedSampler"
@@ -63,20 +62,23 @@ class MeasuringTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def _consume_sync_metrics(self) -> dict[str, Any]:
         """verl asks for metrics when the step is done, and the samplers have its weights and are awake."""
-        found: dict[str, Any] = super()._consume_sync_metrics()
+        metrics: dict[str, Any] = super()._consume_sync_metrics()
         if (self.global_steps - 1) % self.asked.every:
-            return found
-        answers = self.actor_rollout_wg.compare_with_samplers(self._digests())
-        weights: Weights = next(answer for answer in answers if answer is not None)
+            return metrics
+        samplers = self._ask_samplers()
+        dtype = getattr(torch, samplers[0]["dtype"].removeprefix("torch."))
+        answers = self.actor_rollout_wg.weight_digests(dtype)
+        own = next(answer for answer in answers if answer is not None)
+        weights = compare_digests(own, [held["digests"] for held in samplers], dtype)
         numbers = weight_counts(weights)
         line = {"step": self.global_steps, **numbers, "differing": strict(weights.differing)}
         with (self.shaking.ledger / LINES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if self.asked.stop:
             refuse_stale(weights, self.global_steps)
-        return {**found, **named(numbers)}
+        return {**metrics, **named(numbers)}
 
-    def _digests(self) -> list[dict[str, Any]]:
+    def _ask_samplers(self) -> list[dict[str, Any]]:
         """What every sampler holds. verl's calls into samplers return nothing, so each leaves a file."""
         files = [self.shaking.ledger / f"answer-{uuid.uuid4().hex}.json" for _ in self.llm_server_manager.server_handles]
         servers = zip(self.llm_server_manager.server_handles, files, strict=True)
@@ -101,28 +103,17 @@ class MeasuredWorker(ActorRolloutRefWorker):  # type: ignore[misc]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     @torch.no_grad()
-    def compare_with_samplers(self, samplers: Sequence[Mapping[str, Any]]) -> Weights | None:
-        """Compare the weights with the digests of all samplers.
+    def weight_digests(self, dtype: torch.dtype) -> dict[str, tuple[str, str]] | None:
+        """The digests of every weight, as it is and in the samplers' dtype.
 
         Returns:
-            On rank 0 what was found; every other rank helps to put weights together, and has nothing to say.
+            None on all ranks but 0, which only help to put weights together.
         """
-        compared = [
-            DigestComparison(held["digests"], getattr(torch, held["dtype"].removeprefix("torch.")), f" (replica {i})")
-            for i, held in enumerate(samplers)
-        ]
+        found = {}
         for name, value in _whole_weights(self.actor.engine.module):
-            for one in compared if self.rank == 0 else ():
-                one.add(name, value)
-        return _together([one.result() for one in compared]) if self.rank == 0 else None
-
-
-def _together(found: Sequence[Weights]) -> Weights:
-    """The comparisons with all samplers as one."""
-    differing = [row for one in found for row in one.differing]
-    unknown = [name for one in found for name in one.unknown]
-    compared, cast = sum(one.compared for one in found), sum(one.cast for one in found)
-    return Weights(compared, cast, differing, found[0].engine_dtype if found else "", [], unknown)
+            if self.rank == 0:
+                found[name] = digest(value), digest(value.to(dtype))
+        return found if self.rank == 0 else None
 
 
 def _whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,6 @@ torch.compile made.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -222,11 +221,12 @@ class VLLMEngine:
         self._forget()
         self._call("shaketable_record")
         with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "recording.pt"
             try:
                 spans, logprobs = self._run_once(tokens, prompt_length, phase)
             finally:
-                self._call("shaketable_recorded", folder)
-            return WorkerRecording.load(Path(folder), tokens, spans), logprobs
+                self._call("shaketable_recorded", str(file))
+            return WorkerRecording.load(file, tokens, spans), logprobs
 
     def _run_once(self, tokens: list[int], prompt_length: int, phase: Phase) -> tuple[list[tuple[int, int]], list[float]]:
         """Run the tokens through the model; of each request, the first token that was computed and the one behind the last.
@@ -344,15 +344,10 @@ class WorkerRecording:
     """Chosen experts by pass and layer."""
 
     @classmethod
-    def load(cls, folder: Path, tokens: list[int], spans: Sequence[tuple[int, int]]) -> WorkerRecording:
+    def load(cls, file: Path, tokens: list[int], spans: Sequence[tuple[int, int]]) -> WorkerRecording:
         """Read what the worker wrote; `spans` are the tokens that each request computed."""
-        from safetensors.torch import load_file
-
-        written = json.loads((folder / "calls.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / "tensors.safetensors")
-        rows = [_with_tensors(i, call, tensors) for i, call in enumerate(written["calls"])]
-        routed = {(int(a), int(b)): tensors[f"routed/{a}/{b}"] for a, b in (key.split("/") for key in written["routed"])}
-        return cls(tokens, rows, _starts(rows, tokens, spans), routed)
+        written = torch.load(file, weights_only=True)
+        return cls(tokens, written["calls"], _starts(written["calls"], tokens, spans), written["routed"])
 
     def calls(self, first: int) -> list[OperatorCall]:
         """Every operator on the tokens from `first` on, in the order of the calls."""
@@ -427,11 +422,6 @@ class WorkerRecording:
         for start, part in pieces:
             whole[start : start + len(part)] = part
         return whole
-
-
-def _with_tensors(number: int, call: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    inputs = {key: tensors[f"{number}/{key}"] for key in call["inputs"]}
-    return {**call, "inputs": inputs, "output": tensors[f"{number}/output"]}
 
 
 def _starts(rows: list[dict[str, Any]], tokens: list[int], spans: Sequence[tuple[int, int]]) -> dict[int, int]:

@@ -21,7 +21,6 @@ sampler's own function, on the logits as the model gave them.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,9 +62,9 @@ class Observer:
             "logits_scale": float(getattr(getattr(_model(self), "logits_processor", None), "scale", 1.0)),
         }
 
-    def shaketable_digests(self) -> dict[str, tuple[str, str]]:
-        """The dtype and the digest of every weight, under the trainer's name."""
-        return {name: (str(weight.dtype).removeprefix("torch."), digest(weight)) for name, weight in weights(_model(self))}
+    def shaketable_digests(self) -> dict[str, str]:
+        """The digest of every weight, under the trainer's name."""
+        return {name: digest(weight) for name, weight in weights(_model(self))}
 
     def shaketable_weights(self, folder: str) -> int:
         """Write weights, under the trainer's names, into numbered safetensors files; how many files."""
@@ -87,16 +86,12 @@ class Observer:
         self.shaketable_graphs(False)
         self.__dict__["_shaketable_recorder"] = WorkerRecorder(_model(self))
 
-    def shaketable_recorded(self, folder: str) -> None:
-        """Stop, and write the recording: `calls.json`, and the tensors it numbers."""
-        from safetensors.torch import save_file
-
+    def shaketable_recorded(self, file: str) -> None:
+        """Stop, and write the recording."""
         recorder: WorkerRecorder = self.__dict__.pop("_shaketable_recorder")
         recorder.close()
         self.shaketable_graphs(True)
-        tensors, calls = recorder.result()
-        save_file(tensors, Path(folder) / "tensors.safetensors")
-        (Path(folder) / "calls.json").write_text(json.dumps(calls), encoding="utf-8")
+        torch.save({"calls": recorder.calls, "routed": recorder.routed}, file)
 
     def shaketable_graphs(self, on: bool) -> None:
         """Run what was compiled, or the modules as they were written."""
@@ -251,25 +246,14 @@ def undone(packed: Tensor, pack: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @dataclass
-class _Call:
-    name: str
-    kind: str
-    layer: int | None
-    inputs: dict[str, Tensor]
-    output: Tensor
-    number: int
-    """Number of the model's pass."""
-
-
-@dataclass
 class WorkerRecorder:
     """Records from its creation to `close`."""
 
     model: nn.Module
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
     passes: int = 0
-    routed: dict[str, Tensor] = field(default_factory=dict)
-    """Chosen experts: pass and layer, as `result` names them."""
+    routed: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """Chosen experts, by pass and layer."""
 
     def __post_init__(self) -> None:
         self.hooks: list[Any] = []
@@ -308,7 +292,7 @@ class WorkerRecorder:
         self.routers.append((router, router.capture_fn))
 
         def capture(ids: Tensor) -> None:
-            self.routed[f"{self.passes}/{part.layer}"] = ids.detach().cpu().long().clone()
+            self.routed[self.passes, part.layer] = ids.detach().cpu().long().clone()
 
         router.set_capture_fn(capture)
 
@@ -330,7 +314,8 @@ class WorkerRecorder:
         ]
 
     def _add(self, name: str, kind: str, layer: int | None, output: Tensor, **inputs: Tensor) -> None:
-        self.calls.append(_Call(name, kind, layer, inputs, output, self.passes))
+        row = {"name": name, "kind": kind, "layer": layer, "pass": self.passes}
+        self.calls.append(row | {"inputs": inputs, "output": output})
 
     def _embedding(self, part: Part, read: list[Tensor], made: tuple[Tensor, ...]) -> None:
         self._add(part.name, "embedding", part.layer, made[0], ids=read[0])
@@ -397,17 +382,6 @@ class WorkerRecorder:
             hook.remove()
         for router, capture in self.routers:
             router.set_capture_fn(capture)
-
-    def result(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors by number, and the calls that they belong to."""
-        tensors: dict[str, Tensor] = {f"routed/{key}": ids for key, ids in self.routed.items()}
-        calls: list[dict[str, Any]] = []
-        for number, call in enumerate(self.calls):
-            tensors |= {f"{number}/{key}": value.contiguous().clone() for key, value in call.inputs.items()}
-            tensors[f"{number}/output"] = call.output.contiguous().clone()
-            about = {"name": call.name, "kind": call.kind, "layer": call.layer, "pass": call.number}
-            calls.append(about | {"inputs": list(call.inputs)})
-        return tensors, {"calls": calls, "routed": list(self.routed)}
 
 
 def _copy(tensor: Tensor) -> Tensor:
