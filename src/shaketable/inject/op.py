@@ -269,7 +269,6 @@ class FaultyGradient(torch.autograd.Function):
 _taps: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()
 _handles = count()
 _graphs = count()
-_newest = -1
 _injections: weakref.WeakValueDictionary[int, Injection] = weakref.WeakValueDictionary()
 present: dict[int, bool] = {}
 """Whether what is traced now is to have the taps of an injection, by its number. Reached from here for dynamo's sake: what it
@@ -320,8 +319,7 @@ its size while dynamo iterates over it ends the compilation."""
 
 
 def register(tap: Tap) -> None:
-    global _newest
-    tap.handle = _newest = next(_handles)
+    tap.handle = next(_handles)
     _taps[tap.handle] = tap
 
 
@@ -336,11 +334,6 @@ def know(injection: Injection) -> int:
     traces[handle] = GraphTrace(handle, len(injection.plan.clauses))
     weakref.finalize(injection, _gone.append, handle)
     return handle
-
-
-def newest() -> int:
-    """The number that was given last; graphs that are kept beyond the process hold such numbers."""
-    return _newest
 
 
 def is_present(handle: int) -> bool:

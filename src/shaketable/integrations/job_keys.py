@@ -1,18 +1,14 @@
 """Jobs of verl that ask for faults among their own arguments: `+shaketable.plan=…`, or the origin's keys.
 
-Hydra accepts such keys whether or not anything reads them. verl reads ours by a plugin, and only where it has plugins:
-`verl.trainer.main_ppo` of the releases in `RELEASES`. Elsewhere the run would be clean. Two things prevent that; neither
-imports torch or verl.
+Hydra accepts such keys whether or not anything reads them. verl reads ours by a plugin, and only where it has plugins.
+Elsewhere the run would be clean, which two things prevent. Neither imports torch or verl.
 
 **`shaketable run --` around the job** (`run_with_keys`) puts our plugin in front of verl, stops where this package cannot be
 imported (`launch/startup/`), and looks in the end for the line that the reader of the keys has written.
 
-**A guard in Hydra** (`watch`, by `hydra_plugins/shaketable_guard.py`) stops the job before it starts Ray. It looks at
-
-    the config   faults are asked for, and this program of this verl has no trainer that our plugin replaces
-    ray.init     faults are asked for, and were still not read
-
-Each ends the program with one line and 2. The origin's own verl reads the origin's keys itself, with a line that says so.
+**A guard in Hydra** (`watch`, by `hydra_plugins/shaketable_guard.py`) ends the job with one line and 2, before Ray starts: when
+this program of this verl has no trainer that our plugin replaces, and when nothing has read the keys by `ray.init`. The
+origin's own verl reads the origin's keys itself, with a line that says so.
 """
 
 from __future__ import annotations
@@ -107,17 +103,12 @@ def _set_and_judge(set_config: Callable[[Any, Any], None], hydra: Any, config: A
     set_config(hydra, config)
     from omegaconf import OmegaConf
 
-    judge({str(key): _plain(OmegaConf, config, key) for key in config if key != "hydra"})
-
-
-def _plain(omegaconf: Any, config: Any, key: Any) -> Any:
-    """A part of a config as plain data. Values that verl fills in later stay as they are written."""
-    node = config._get_node(key)
-    return omegaconf.to_container(node, resolve=False) if omegaconf.is_config(node) else node._value()
+    judge({key: value for key, value in OmegaConf.to_container(config, resolve=False).items() if key != "hydra"})
 
 
 def judge(config: Mapping[str, Any]) -> None:
     """Let a config pass that asks for nothing, or that will be read; end the program otherwise."""
+    global _asked
     asked, plan = asks_for(config, os.environ)
     own = next(filter(_is_here, OF_THE_ORIGIN), None)
     if own is not None and asked and not config.get("shaketable"):
@@ -127,7 +118,7 @@ def judge(config: Mapping[str, Any]) -> None:
         if (problem := unread(config, asked, plan, _program(), verl, PLUGIN in sys.modules)) is not None:
             _end(problem)
         if (ray := sys.modules.get("ray")) is not None:
-            _asked[:] = asked
+            _asked = asked
             wrap_once(ray, "init", _check_and_init)
 
 
@@ -141,15 +132,16 @@ def _is_here(module: str) -> bool:
 def asks_for(config: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[list[str], str | None]:
     """The keys by which a config asks for faults, ours and the origin's, and the plan that they amount to."""
     group = config.get("shaketable")
+    if isinstance(group, Mapping) and group:
+        return [f"shaketable.{key}" for key in group], group.get("plan")
     if group is not None:
-        found = [f"shaketable.{key}" for key in group] if isinstance(group, Mapping) else ["shaketable"]
-        return found or ["shaketable"], str(group["plan"]) if isinstance(group, Mapping) and group.get("plan") else None
+        return ["shaketable"], None
     try:
         origin = translate(config, environ)
     except ShaketableError as error:
         return [str(error).split(" ")[0].rstrip(",:")], None
     on = [line.split(" ")[0] for line in origin.lines if not line.endswith("→ off")]
-    return (on, None if origin.plan is None else origin.plan.text()) if origin.plan or origin.aqn else ([], None)
+    return on, None if origin.plan is None else origin.plan.text()
 
 
 def unread(config: Mapping[str, Any], asked: list[str], plan: str | None, program: str, verl: str, loaded: bool) -> str | None:

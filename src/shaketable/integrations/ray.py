@@ -1,27 +1,22 @@
 """A plan in the actors and tasks of Ray: under `shaketable run`, or by `ray.init(runtime_env=runtime_env(plan, ledger=…))`.
 
 Workers of a running cluster are children of a raylet that never saw our environment. They get the job's `runtime_env`: its
-variables, and its `worker_process_setup_hook`, which Ray calls in each worker before any task. Ours (`begin`) watches for torch
-there, and a hook of the user's runs after it.
-
-**The ledger folder must be seen by every node.** The driver leaves a mark in it; a worker that does not find it stops with an
-error, because a worker that never reports looks like one that never imported torch.
+variables, and its `worker_process_setup_hook`, which Ray calls in each worker before any task. Ours is `begin`.
 
 **Nothing leaves a worker before its ledger is written**: no result, no error, no argument of another call. Ray kills workers
 whenever they are no longer needed. What a worker did in a call whose result was not awaited is written within 0.05 seconds; for
 those the driver waits half a second before it shuts down.
 
 **Noise** is keyed as in `launch/process_identity.py`. Actors have ranks of their own. One that is restarted begins again at
-pass 0 of the same rank. A task has the noise of its id: the same when Ray tries it again and in each run that starts its own
-cluster, another in each job of a cluster that stays up.
+pass 0 of the same rank. A task has the noise of its id.
 """
 
 from __future__ import annotations
 
 import atexit
 import copy
-import importlib
 import os
+import pkgutil
 import secrets
 import socket
 import threading
@@ -60,8 +55,6 @@ def runtime_env(
     base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A `runtime_env` for `ray.init` that puts a plan into every worker of the job. The driver itself gets no faults.
-
-    From here on, this process numbers the actors that it makes, so that each has noise of its own.
 
     Args:
         plan: A line of the plan language, a YAML file, or a `Plan`.
@@ -139,11 +132,7 @@ def _merged(base: Mapping[str, Any] | None, ours: dict[str, str]) -> dict[str, A
 def _ours_first(theirs: Callable[[], Any] | str) -> Callable[[], None]:
     def begin_and_go_on() -> None:
         begin()
-        if isinstance(theirs, str):
-            module, _, name = theirs.rpartition(".")
-            getattr(importlib.import_module(module), name)()
-        else:
-            theirs()
+        (pkgutil.resolve_name(theirs) if isinstance(theirs, str) else theirs)()
 
     return begin_and_go_on
 
@@ -203,7 +192,7 @@ def begin() -> None:
     """Called by Ray in each worker, before any task.
 
     Raises:
-        ShaketableError: This node does not see the ledger folder.
+        ShaketableError: This node does not see the driver's mark in the ledger folder: it would look as if it had no torch.
     """
     folder = Path(os.environ[LEDGER])
     if not (folder / os.environ[MARK]).exists():

@@ -1,5 +1,11 @@
-"""verl alone with the keys of the origin study; and configs that end before anything is started."""
+"""verl with the keys of the origin study: the same dead channels in sampler and actor, noise of each layer, real updates.
 
+A dead zone is no noise: where sampler and actor have the same one, they agree to the last digits; where their masks differ,
+or one of them has none, they do not. The first tenth of the schedule is silent, so the first step is about the dead zone
+alone. The reference has no dead zone, so the policy's distance from it is not 0 although no update has been made.
+"""
+
+import json
 import os
 import subprocess
 import sys
@@ -9,21 +15,18 @@ import pytest
 from shaketable.integrations.common.worker_report import read_reports
 from tests.frameworks.verl.tiny_run import ENVIRONMENT, HERE, make_tiny, run_example
 
-pytestmark = pytest.mark.covers("verl + vLLM", "the origin's keys", "eager, Ray, FSDP2")
+pytestmark = pytest.mark.covers("verl + vLLM", "the origin's keys: dead zone and guided AQN in both", "eager, Ray, FSDP2")
 
 KEYS = [
-    *("+deadzone.enabled=true", "+deadzone.layer=3", "+deadzone.threshold=0.3"),
-    *("+aqn.enabled=true", "+aqn.target_layers=[3]", "+aqn.sigma=0.05", "+aqn.schedule=constant"),
+    *("+deadzone.enabled=true", "+deadzone.layer=3", "+deadzone.threshold=0.3", "+deadzone.sparsity=0.5"),
+    *("+aqn.enabled=true", "+aqn.layer_specific=true", "+aqn.base_sigma=0.2", "+aqn.layer_sigmas={3: 0.3}"),
+    "+aqn.schedule=global_decay",
 ]
-VARIABLES = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.05", "VERL_NOISY_OPS_TYPE": "relative_gaussian"}
-
 BY_MODULE = {
     "VERL_USE_EXTERNAL_PLUGINS": "none",
     "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu.for_verl,shaketable.integrations.verl",
 }
 """verl without its entry points."""
-
-
 AS_PRINTED = [
     *("trainer.hw_error_injection.enabled=True", "trainer.hw_error_injection.error_scale=1e-5"),
     *("trainer.hw_error_injection.target_modules=['linear']", "trainer.hw_error_injection.apply_during=never"),
@@ -34,44 +37,50 @@ AS_PRINTED = [
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = make_tiny(tmp_path_factory.mktemp("origin"), train=12)
-    done = run_example("baseline.sh", folder, *KEYS, "trainer.val_before_train=False", **VARIABLES)
+    done = run_example("baseline.sh", folder, *KEYS, "trainer.val_before_train=False")
     assert done.exit == 0, done.text[-6000:]
+    assert len(done.steps) == 3 and any(step["actor/grad_norm"] > 0 for step in done.steps)
     return done
 
 
 @pytest.fixture(scope="module")
-def reports(run):
+def ledgers(run):
+    """The folder of ledgers is beside the checkpoints when none is named."""
     (folder,) = (run.folder / "out" / "shaketable").iterdir()
-    return {report["role"]: report for report in read_reports(folder)}
+    return folder
 
 
-def test_the_origins_keys_and_variables_become_a_plan_and_aqn_that_are_printed(run):
+def test_the_keys_become_a_plan_and_aqn_that_are_printed(run):
     start = run.text.split("Started a local Ray instance")[0]
-    assert "trainer.noisy_ops → relative_gaussian:0.05@op.matmul,phase=rollout+train" in start
-    assert "deadzone → dead_zone:0.3,scope=token@layer.3,phase=rollout+train" in start
-    assert "aqn → constant:0.05,form=output,layers=3,where=both" in start
+    assert "deadzone → dead_zone:0.3,scope=token,sparsity=0.5@layer.3,phase=rollout+train" in start
+    assert "aqn → global_decay:0.2-0.002,stages=10,form=output,multipliers=3:1.5,where=both" in start
 
 
-def test_faults_act_in_sampler_and_actor(run, reports):
-    """The ledgers are beside the checkpoints when no folder is named."""
-    assert sorted(reports) == ["actor", "sampler"]
-    for report in reports.values():
-        noise, dead = report["plan"]["sites"]
-        assert noise["measured_magnitude"] == pytest.approx(0.05, rel=0.1)
-        assert dead["survival_rate"] < 0.9
-    assert reports["actor"]["plan"]["sites"][0]["backward"] > 0
-    assert len(run.steps) == 3
-    kl = [step["shaketable/kl"] for step in run.steps]
-    assert max(kl) > 1e-5 and min(kl) > 0, "of completions that the model is sure of it is nearly 0"
+def test_sampler_and_actor_have_the_same_dead_channels(run):
+    assert run.steps[0]["shaketable/sigma"] == 0
+    assert run.steps[0]["shaketable/kl"] < 1e-6
 
 
-def test_noise_on_outputs_acts_in_both_as_the_origin_had_it(reports):
-    phases = {"sampler": "rollout", "actor": "train"}
-    for role, report in reports.items():
-        (site,) = report["aqn"]["sites"]
+def test_the_dead_zone_is_in_both_and_not_in_the_reference(run, ledgers):
+    merged = json.loads((ledgers / "ledger.json").read_text())["merged"]
+    for role in ("sampler.plan", "actor.plan"):
+        (site,) = merged[role]["sites"]
         assert list(site["spots"]) == ["model.layers.3"]
-        assert list(site["phases"]) == [phases[role]]
-        assert site["measured_magnitude"] == pytest.approx(0.05, rel=0.15)
+        assert 0.1 < site["changed_fraction"] < 0.5, "half of the channels are broken"
+    losses = [step["actor/kl_loss"] for step in run.steps]
+    assert min(losses) > 0
+    assert max(losses) > 1e-5, "a step whose answers the model is sure of has next to none"
+
+
+def test_noise_of_each_layer_acts_in_both_as_the_origin_had_it(run, ledgers):
+    lines = [json.loads(line) for line in (ledgers / "steps.jsonl").read_text().splitlines()]
+    (layers,) = lines[1]["sigmas"].values()
+    assert layers["3"] == pytest.approx(1.5 * layers["4"]) and layers["4"] == lines[1]["shaketable/sigma"] > 0
+    reports = {report["role"]: report for report in read_reports(ledgers)}
+    for role, phase in (("sampler", "rollout"), ("actor", "train")):
+        assert {name for site in reports[role]["aqn"]["sites"] for name in site["phases"]} == {phase}
+    for step in run.steps[1:]:
+        assert step["shaketable/kl"] > 1e-6, "each side draws its own"
 
 
 @pytest.mark.parametrize(

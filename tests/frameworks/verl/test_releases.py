@@ -96,7 +96,6 @@ def test_the_oldest_and_the_newest_release_that_read_the_keys(version, tmp_path)
     assert "shaketable: samplers: plan relative_gaussian:0.05@op.matmul,phase=rollout+train (seed 0)" in done.stdout
     assert done.stdout.index("shaketable: actors: plan") < done.stdout.index("RAY WAS STARTED")
     assert (tmp_path / "read").is_file(), "`shaketable run` would know"
-    assert done.returncode == 3 and "no trainer of verl has left its instructions" in done.stderr, "Ray was none here"
 
 
 @pytest.mark.parametrize(("plugins", "works"), [("auto", True), ("none", False)])

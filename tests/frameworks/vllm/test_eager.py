@@ -156,13 +156,6 @@ def test_a_plan_that_cannot_act_is_refused_and_the_one_before_stays(llm, plan, w
     assert llm.site()["site"] == "layer.2"
 
 
-def test_words_that_mean_nothing_are_errors(llm):
-    with pytest.raises(PlanError, match="did you mean 'eval'"):
-        llm.set_phase("evl")
-    with pytest.raises(ShaketableError, match="no plan"):
-        llm.set_magnitude(0.1)
-
-
 def test_the_worker_reports_its_instructions_and_its_ledger_outlives_the_plan(llm):
     llm.set_plan("gain:0.1@layer.2")
     llm.ask()

@@ -34,42 +34,42 @@ def letters(completions, **_):
     return [float(len(set(c))) for c in completions]
 
 
-def grpo(folder, model, callback, reward=letters, peft_config=None, **more):
+def grpo(folder, model, callback, reward=letters, **more):
     """A GRPO trainer of three steps."""
-    from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    usual = {"max_steps": 3, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6}
-    data = Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)])
-    return GRPOTrainer(
-        model=model, reward_funcs=reward, args=GRPOConfig(output_dir=str(folder), **(usual | QUIET | more)), train_dataset=data,
-        eval_dataset=data.select(range(4)), processing_class=tokenizer(), callbacks=[callback], peft_config=peft_config,
-    )  # fmt: skip
+    usual = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6}
+    rows = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
+    return made(GRPOTrainer, GRPOConfig, folder, rows, callback, usual | more, model=model, reward_funcs=reward)
 
 
-def sft(folder, model, callback, peft_config=None, **more):
+def sft(folder, model, callback, **more):
     """A trainer of supervised learning, of three steps."""
-    from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    usual = {"max_steps": 3, "per_device_train_batch_size": 2, "max_length": 8, "learning_rate": 1e-2}
-    data = Dataset.from_list([{"text": f"{a}+{b}={a + b}"} for a in range(4) for b in range(4)])
-    return SFTTrainer(
-        model=model, args=SFTConfig(output_dir=str(folder), **(usual | QUIET | more)), train_dataset=data,
-        eval_dataset=data.select(range(4)), processing_class=tokenizer(), callbacks=[callback], peft_config=peft_config,
-    )  # fmt: skip
+    usual = {"max_length": 8, "learning_rate": 1e-2}
+    rows = [{"text": f"{a}+{b}={a + b}"} for a in range(4) for b in range(4)]
+    return made(SFTTrainer, SFTConfig, folder, rows, callback, usual | more, model=model)
 
 
-def dpo(folder, model, callback, peft_config=None, **more):
+def dpo(folder, model, callback, **more):
     """A trainer of preferences, of three steps."""
-    from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    usual = {"max_steps": 3, "per_device_train_batch_size": 2, "max_length": 8}
     rows = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": "9"} for a in range(4) for b in range(4)]
-    return DPOTrainer(
-        model=model, ref_model=None if peft_config else llama(), args=DPOConfig(output_dir=str(folder), **(usual | QUIET | more)),
-        train_dataset=Dataset.from_list(rows), processing_class=tokenizer(), callbacks=[callback], peft_config=peft_config,
+    reference = None if "peft_config" in more else llama()
+    return made(DPOTrainer, DPOConfig, folder, rows, callback, {"max_length": 8} | more, model=model, ref_model=reference)
+
+
+def made(kind, config, folder, rows, callback, settings, **models):
+    from datasets import Dataset
+
+    adapter = settings.pop("peft_config", None)
+    usual = {"max_steps": 3, "per_device_train_batch_size": 2} | QUIET
+    data = Dataset.from_list(rows)
+    return kind(
+        args=config(output_dir=str(folder), **(usual | settings)), train_dataset=data, eval_dataset=data.select(range(4)),
+        processing_class=tokenizer(), callbacks=[callback], peft_config=adapter, **models,
     )  # fmt: skip
 
 

@@ -109,12 +109,9 @@ def test_an_unknown_key_is_refused_in_a_group_that_is_off_too(group):
 @pytest.mark.parametrize(
     ("group", "key", "value"),
     [
-        ("trainer.hw_error_injection", "enabled", "true"),
         ("trainer.hw_error_injection", "error_scale", "1e-4x"),
         ("trainer.hw_error_injection", "target_modules", ["all"]),
         ("deadzone", "layer", [1, -2]),
-        ("deadzone", "threshold", 1.5),
-        ("trainer.noise_injection", "sigma_end", 0),
         ("trainer.noise_injection", "exclude_patterns", ["layers.0"]),
         ("aqn", "schedule", "epoch"),
     ],

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -62,10 +61,10 @@ class Instructions(BaseModel):
         """
         fields = {key: value for key, value in data.items() if value is not None}
         if "plan" in fields:
-            plan = Plan.load(_named(fields["plan"]), seed=_seed(fields.get("seed")))
+            plan = Plan.load(fields["plan"], seed=_seed(fields.get("seed")))
             fields |= {"plan": plan.text(), "seed": plan.seed}
         if "aqn" in fields:
-            fields["aqn"] = AQN.load(_named(fields["aqn"])).text()
+            fields["aqn"] = AQN.load(fields["aqn"]).text()
         return read_keys(cls, "shaketable", fields)
 
     @classmethod
@@ -85,7 +84,3 @@ def _seed(value: Any) -> int | None:
         return None if value is None else int(value)
     except ValueError:
         raise ShaketableError(f"shaketable: seed must be a whole number, not {value!r}") from None
-
-
-def _named(source: Any) -> Any:
-    return source if isinstance(source, str | Path | Plan | AQN) else str(source)

@@ -189,35 +189,22 @@ def keep_record(config: Mapping[str, Any], made: Shaking | None) -> None:
     if here.get("plan"):  # how validations are scored changes no checkpoint
         here["plan"] = here["plan"].replace("+eval", "")
     for folder in {own, *([Path(path).expanduser().resolve().parent] if path else [])}:
-        there = _record(folder / RECORD)
+        there = json.loads((folder / RECORD).read_text(encoding="utf-8")) if (folder / RECORD).exists() else {}
         if any(folder.glob("global_step_*")) and there != here:
             raise ShaketableError(
                 f"{folder} has checkpoints that were made under {_said(there)}, and this run has {_said(here)}: verl would mix "
                 "them; name another trainer.default_local_dir, or start from their weights by actor_rollout_ref.model.path"
             )
-    try:
-        if here:
-            own.mkdir(parents=True, exist_ok=True)
-            put_in_place(own / RECORD, json.dumps(here, indent=2) + "\n")
-        else:
-            (own / RECORD).unlink(missing_ok=True)
-    except OSError as error:
-        raise ShaketableError(f"cannot write {own / RECORD}: {error.strerror or error}") from None
+    if here:
+        own.mkdir(parents=True, exist_ok=True)
+        put_in_place(own / RECORD, json.dumps(here, indent=2) + "\n")
+    else:
+        (own / RECORD).unlink(missing_ok=True)
 
 
-def _record(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ShaketableError(f"cannot read {path}, which says how the checkpoints beside it were made: {error}") from None
-    return found
-
-
-def _said(record: Mapping[str, Any]) -> str:
-    plan = [f"plan {record['plan']} (seed {record['seed']})"] if record.get("plan") else []
-    return " and ".join([*plan, *([f"AQN {record['aqn']}"] if record.get("aqn") else [])]) or "no plan"
+def _said(found: Mapping[str, Any]) -> str:
+    plan = [f"plan {found['plan']} (seed {found['seed']})"] if found.get("plan") else []
+    return " and ".join([*plan, *([f"AQN {found['aqn']}"] if found.get("aqn") else [])]) or "no plan"
 
 
 def _measuring(config: Mapping[str, Any], keys: ShaketableKeys, asked: MismatchKeys, shakes: bool) -> Shaking:
@@ -289,10 +276,7 @@ def _folder(config: Mapping[str, Any], keys: ShaketableKeys) -> Path:
 
 def _lines(made: Shaking) -> list[str]:
     """The lines that say what will be done, by role."""
-    lines = []
-    for role, who in (("sampler", "samplers"), ("actor", "actors")):
-        if (instructions := made.instructions(role)) is not None:
-            plan = [f"plan {instructions.plan} (seed {instructions.seed})"] if instructions.plan else []
-            lines.append(f"shaketable: {who}: {'; '.join([*plan, *([f'AQN {instructions.aqn}'] if instructions.aqn else [])])}")
+    told = [(role, made.instructions(role)) for role in ("sampler", "actor")]
+    lines = [f"shaketable: {role}s: {_said(found.model_dump())}" for role, found in told if found is not None]
     faulty = {"clean": "clean", "plan": "under the plan", "both": "clean and under the plan"}[made.validations]
     return [*lines, f"shaketable: validations: {faulty}", f"shaketable: ledgers in {made.ledger}"]

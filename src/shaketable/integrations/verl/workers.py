@@ -50,8 +50,6 @@ class VerlWorkers:
         self._due: set[tuple[str, str]] = set()
         """Role, and plan or aqn, of everything that has been demanded."""
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / ORDERS).exists():
-            raise ShaketableError(f"{folder} holds the ledgers of another run; name another shaketable.ledger")
         body = {role: found.model_dump() | {"digest": found.digest()} for role, found in instructions.items()}
         (folder / ORDERS).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pkgutil
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -96,11 +97,8 @@ def _refuse_instructions(why: str) -> None:
 
 def patch(module: Any) -> None:
     """Wrap the method of one of vLLM's classes with our function, for all later instances."""
-    import importlib
-
     kind, method, ours = PATCHED[module.__name__]
-    where, _, name = ours.rpartition(".")
-    wrap_once(getattr(module, kind), method, getattr(importlib.import_module(where), name))
+    wrap_once(getattr(module, kind), method, pkgutil.resolve_name(ours))
 
 
 def init_and_adopt(init: Callable[..., None], worker: Any, *args: Any, **kwargs: Any) -> None:

@@ -252,7 +252,7 @@ class WorkerRecorder:
     model: nn.Module
     calls: list[dict[str, Any]] = field(default_factory=list)
     passes: int = 0
-    routed: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    routed: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
     """Chosen experts, by pass and layer."""
 
     def __post_init__(self) -> None:

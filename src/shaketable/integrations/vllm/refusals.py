@@ -15,7 +15,6 @@ from typing import Any
 
 from shaketable.aqn.spec import AQN
 from shaketable.errors import PlanError, ShaketableError
-from shaketable.inject.injection import Injection
 from shaketable.integrations.common.instructions import VARIABLES, Instructions
 from shaketable.integrations.vllm import EXTENSION
 from shaketable.launch.process import active
@@ -110,7 +109,7 @@ def _check(instructions: Instructions, config: Any) -> None:
         if isinstance(count := getattr(config.model_config.hf_text_config, "num_hidden_layers", None), int):
             for clause in plan.clauses:
                 check_range(clause.site, count)
-        refuse_captured(plan, config)
+        refuse_unhooked(plan, config)
     if instructions.aqn is not None and not extension and instructions.total_steps == 1:
         refuse_standstill(AQN.load(instructions.aqn))
     if instructions.ledger is None and active() is None and extension != EXTENSION:  # nobody could ask what it did
@@ -136,31 +135,15 @@ def refuse_standstill(aqn: AQN) -> None:
         )
 
 
-def refuse_captured(plan: Plan, config: Any) -> None:
-    """CUDA graphs run no Python: nothing but the weights can be faulty in them."""
+def refuse_unhooked(plan: Plan, config: Any) -> None:
+    """CUDA graphs run no Python, and LoRA's wrappers do not call what they wrap: only weights can be faulty there."""
     from vllm.platforms import current_platform
 
-    captured = bool(config.compilation_config.cudagraph_mode) and not current_platform.is_cpu()
-    hit = [clause for clause in plan.clauses if not is_written(clause)]
-    if captured and hit:
+    hit = next((clause.text() for clause in plan.clauses if not is_written(clause)), None)
+    if hit and config.compilation_config.cudagraph_mode and not current_platform.is_cpu():
         raise PlanError(
-            f"{hit[0].text()}: vLLM captures CUDA graphs, in which only faults of weights act; "
+            f"{hit}: vLLM captures CUDA graphs, in which only faults of weights act; "
             "start it with enforce_eager=True or compilation_config={'cudagraph_mode': 'NONE'}"
         )
-
-
-# ---- what only a model shows
-
-
-def refuse_adapted(injection: Injection) -> None:
-    """vLLM's LoRA wrappers compute with the weights of what they wrap and do not call it: nothing there would be hit."""
-    attached = injection.models[0]
-    wrappers = [m for m in attached.model.modules() if type(m).__name__.endswith("WithLoRA")]
-    inside = {id(m) for wrapper in wrappers for m in wrapper.modules()}
-    hit = next((taps[0].name for module, taps in attached.points.values() if id(module) in inside), None)
-    if hit is None and wrappers and injection.has_operators:
-        hit = "every product with an adapter"
-    if hit is not None:
-        raise PlanError(
-            f"{hit}: vLLM's LoRA computes it without a call that could be hit; merge the adapter, or use point=weight"
-        )
+    if hit and config.lora_config is not None:
+        raise PlanError(f"{hit}: vLLM's LoRA computes without calls that could be hit; merge the adapter, or use point=weight")

@@ -5,9 +5,8 @@ taps. It stays quiet while vLLM profiles and warms up, and is switched on at the
 and each ends the engine with an error: the instructions match something in this model, and each clause fires in the first
 forward in which it acts (`_prove`). What could never act is refused before (`refusals.py`).
 
-Graphs. vLLM keeps compiled graphs on disk. Ours hold the numbers of taps, so they are kept under a name that has the plan, and
-the last of those numbers, in it. A graph whose operators are hit is compiled under a torch function mode, which vLLM's
-ahead-of-time compiler cannot write to disk: it is switched off for such a plan.
+What is compiled has numbers of taps in it, so vLLM is told to keep none of it on disk, where an engine without them would find
+it.
 
 On a CPU vLLM packs the weights of linears away. When a plan is about them, packing is left out, and the product is torch's.
 """
@@ -24,11 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shaketable import __version__
 from shaketable.aqn.attach import AttachedAQN
 from shaketable.aqn.spec import AQN
 from shaketable.errors import InertError, PlanError, ShaketableError, nearest
-from shaketable.inject import op
 from shaketable.inject.injection import Injection
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import WorkerReport
@@ -37,10 +34,9 @@ from shaketable.integrations.names import check_object
 from shaketable.integrations.vllm.refusals import (
     is_written,
     read_instructions,
-    refuse_adapted,
-    refuse_captured,
     refuse_idle,
     refuse_standstill,
+    refuse_unhooked,
     refusing,
     tell,
 )
@@ -48,7 +44,6 @@ from shaketable.launch import process_identity
 from shaketable.launch.process import active
 from shaketable.plan import PHASES, Plan
 
-GRAPHS = "shaketable_graphs"
 LOOP = ("load_model", "determine_available_memory", "compile_or_warm_up_model", "execute_model", "sample_tokens")
 """Methods that run the model; a plan on the whole process does nothing inside of them."""
 _prepared: Instructions | None = None
@@ -68,9 +63,6 @@ class Shaker:
         self.worker = worker
         self.config = worker.vllm_config
         self.instructions = read_instructions(self.config)
-        given = self.config.additional_config
-        if isinstance(given, dict) and given.get("shaketable"):  # vLLM names its graphs by its whole config
-            given["shaketable"] = {key: value for key, value in given["shaketable"].items() if key != "ledger"}
         self.plan: Injection | None = None
         self.compiled: Injection | None = None
         """The plan whose taps are in the compiled model, also while another one is on."""
@@ -135,14 +127,12 @@ class Shaker:
 
     def attach(self, instructions: Instructions) -> None:
         """Put the instructions on the model that has just been loaded; what is on is hooked now and quiet until `go_live`."""
-        self.watch_new_weights()
         if instructions.plan is not None:
             if not os.environ.get("SHAKETABLE_PLAN"):
                 refuse_idle(Plan.parse(instructions.plan))
             self._attach_plan(Plan.parse(instructions.plan, seed=instructions.seed))
         if instructions.aqn is not None:
             self._attach_aqn(AQN.load(instructions.aqn), instructions.total_steps, self.step)
-        self._name_graphs()
         self._keep_ledger(instructions)
 
     def _announce(self) -> None:
@@ -168,10 +158,9 @@ class Shaker:
 
     def _attach_plan(self, plan: Plan) -> None:
         """Put a plan in place of the one there is, which stays when this one does not fit."""
-        refuse_captured(plan, self.config)
+        refuse_unhooked(plan, self.config)
         injection = Injection(plan, step=self.step, rank=self.rank, allow_inert=True, sampler=True)
         injection.attach(self.model)
-        refuse_adapted(injection)
         injection.phase = self.phase
         if self.aqn is not None:
             self.aqn.stand_beside(injection)
@@ -187,7 +176,7 @@ class Shaker:
         attached = aqn.attach(
             self.model, total_steps, step=step, rank=self.rank, allow_inert=True, sampler=True, plan=self.plan
         )
-        refuse_captured(attached.injection.plan, self.config)
+        refuse_unhooked(attached.injection.plan, self.config)
         attached.injection.phase = self.phase
         if self.aqn is not None:
             self._retire(self.aqn.injection)
@@ -196,7 +185,10 @@ class Shaker:
 
     def _hook(self, injection: Injection) -> None:
         """Hook the model, so that what is compiled has the taps; before the first request they do nothing."""
-        self.watch_requests()
+        wrap_once(self.worker, "execute_model", self._execute_model)
+        for owner, name in ((self.worker, "reload_weights"), (self.model, "load_weights")):  # whoever sends new ones
+            if hasattr(owner, name):
+                wrap_once(owner, name, self._replace_weights)
         for attached in injection.models:
             attached.hook()
         injection.push_mode()
@@ -209,30 +201,12 @@ class Shaker:
         if not (self.is_compiled and injection.models[0].hooks):
             injection.close(check=False)
 
-    def _name_graphs(self) -> None:
-        """Keep graphs that carry taps apart from all others, in vLLM's cache on disk."""
-        injections = [i for i in self.injections if i.models[0].hooks]
-        if injections and isinstance(self.config.additional_config, dict):
-            parts = [__version__, str(op.newest()), *(i.plan.text() for i in injections)]
-            self.config.additional_config[GRAPHS] = "|".join(parts)
-
     def go_live(self) -> None:
         """vLLM serves its first request: switch on."""
         if not self.is_live:
             self.is_live = True
             for injection in self.injections:
                 injection.enable()
-
-    def watch_requests(self) -> None:
-        """Wrap what serves a request, and what makes vLLM read its weights again."""
-        wrap_once(self.worker, "execute_model", self._execute_model)
-        if hasattr(self.worker, "reload_weights"):
-            wrap_once(self.worker, "reload_weights", self._replace_weights)
-
-    def watch_new_weights(self) -> None:
-        """Weights reach a running engine through the model's `load_weights`, whoever sends them."""
-        if hasattr(self.model, "load_weights"):
-            wrap_once(self.model, "load_weights", self._replace_weights)
 
     def _execute_model(self, execute: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         if not scheduled.total_num_scheduled_tokens:
@@ -296,7 +270,6 @@ class Shaker:
             raise PlanError(
                 "`shaketable run` has given this vLLM its plan, and its ledger is of one plan; use options(plan=…) instead"
             )
-        self.watch_new_weights()
         if self.is_compiled and not all(is_written(clause) for clause in new.clauses):
             self._put_into_graph(new)
         else:
@@ -330,7 +303,6 @@ class Shaker:
         new = AQN.load(aqn)
         if self.is_compiled and new.form == "output":
             raise PlanError("this vLLM model is compiled: AQN on outputs must be given when vLLM starts, or use form=weight")
-        self.watch_new_weights()
         self.go_live()
         self._attach_aqn(new, total_steps, step)
         self.set_step(step)
@@ -422,8 +394,7 @@ class Shaker:
 def follow_instructions(shaker: Shaker, instructions: Instructions) -> None:
     """Attach when the model has been loaded, and switch on at the first request."""
     worker = shaker.worker
-    if instructions.plan is not None and any(c.site.level == "op" for c in Plan.parse(instructions.plan).clauses):
-        os.environ["VLLM_USE_AOT_COMPILE"] = "0"
+    os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
     for name in LOOP:
         wrap_once(worker, name, _standing_aside)
 
@@ -440,7 +411,6 @@ def follow_instructions(shaker: Shaker, instructions: Instructions) -> None:
 
     wrap_once(worker, "load_model", load_and_attach)
     wrap_once(worker, "shutdown", flush_and_stop)
-    shaker.watch_requests()
 
 
 def _standing_aside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A compiled vLLM, in processes of its own, under the plan of its environment: compiled.py MODEL PLAN ANSWERS.json [live]."""
+"""A compiled vLLM, in processes of its own, under the plan of its environment: compiled.py MODEL PLAN ANSWERS.json."""
 
 import json
 import sys
@@ -74,16 +74,12 @@ class Program:
 
 
 def main():
-    model, plan, path, *how = sys.argv[1:]
+    model, plan, path = sys.argv[1:]
     program = Program(model)
-    sampler = connect(program.llm)
-    if how == ["live"]:
-        program.live(plan)
-    elif plan != "none":
+    if plan == "none":
         program.ask("on")
-        program.said["ledger"] = sampler.ledger()[0]["plan"]
     else:
-        program.ask("on")
+        program.live(plan)
     program.said["taps"] = program.llm.collective_rpc(taps_in)
     with open(path, "w") as file:
         json.dump(program.said, file)
