@@ -157,6 +157,36 @@ def test_a_killed_training_leaves_its_ledger_and_a_resumed_one_ends_as_an_uninte
     assert (resumed["forward"], resumed["backward"]) == (whole["forward"], whole["backward"])
 
 
+def test_origin_03_the_trainers_step_reaches_the_noise(tmp_path):
+    callback = ShaketableCallback(aqn="global_decay:0.2-0.02,stages=3")
+    trainer = grpo(tmp_path, llama(), callback)
+    trainer.train()
+    assert logged(trainer, "sigma") == [0.0, 0.2, 0.02]
+    site = callback.noise.ledger.sites[0]
+    assert (callback.noise.rollouts, site.forward) == (3, 10), "five norms, two rollouts with noise"
+    assert site.asked == pytest.approx(0.11) and site.magnitude == pytest.approx(0.11, rel=0.25)
+    assert set(site.by("phase")) == {"rollout"}, "the trained policy is clean"
+
+
+def test_origin_04_sigma_of_each_layer_reaches_the_sampler(tmp_path):
+    file = tmp_path / "aqn.yaml"
+    file.write_text(
+        "aqn: {enabled: true, layer_specific: true, base_sigma: 0.1, layer_sigmas: {1: 0.3}, schedule: 'constant:0.1'}\n"
+    )
+    callback = ShaketableCallback(aqn=file)
+    grpo(tmp_path, llama(), callback).train()
+    assert callback.noise.sigmas == pytest.approx({1: 0.3})
+    (site,) = callback.noise.ledger.sites
+    assert {s.layer for s in site.spots.values()} == {1} and len(site.spots) == 2
+    assert all(s.counts == {"rollout": [3, 0]} for s in site.spots.values())
+    assert site.magnitude == pytest.approx(0.3, rel=0.25)
+
+
+def test_a_trainer_that_never_samples_is_an_error(tmp_path):
+    with pytest.raises(st.InertError, match="no rollout"):
+        sft(tmp_path, llama(), ShaketableCallback(aqn="constant:0.1")).train()
+
+
 class Failing(TrainerCallback):
     """Raises between two steps."""
 

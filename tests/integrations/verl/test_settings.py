@@ -142,7 +142,7 @@ def test_what_cannot_be_measured_is_refused_by_the_driver(tmp_path, keys, change
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shaketable": {"plan": NOISE, "validate": "both", "plan_in": "actor"}}, "validate=both needs a clause that acts in"),
+        ({"shaketable": {"plan": NOISE, "validate": "both", "plan_in": "actor"}}, "shaketable.validate=both needs a clause"),
         ({"shaketable": {"plan": f"{NOISE},phase=eval", "validate": "clean"}}, "shaketable.validate=clean, and "),
         (
             {"shaketable": {"plan": "gain:0.1@module.q_proj"}},

@@ -19,13 +19,7 @@ from shaketable.errors import ShaketableError
 from shaketable.integrations.common.keys import read_keys
 from shaketable.plan import Plan
 
-VARIABLES = {
-    "plan": "SHAKETABLE_PLAN",
-    "aqn": "SHAKETABLE_AQN",
-    "seed": "SHAKETABLE_SEED",
-    "total_steps": "SHAKETABLE_STEPS",
-    "ledger": "SHAKETABLE_LEDGER",
-}
+VARIABLES = {"plan": "SHAKETABLE_PLAN", "seed": "SHAKETABLE_SEED", "ledger": "SHAKETABLE_LEDGER"}
 
 
 class Instructions(BaseModel):
@@ -69,9 +63,9 @@ class Instructions(BaseModel):
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str]) -> Instructions | None:
-        """The instructions of this process's environment; None when it has neither a plan nor an AQN."""
+        """The instructions of this process's environment; None when it has no plan."""
         found = {field: environment[name] for field, name in VARIABLES.items() if environment.get(name)}
-        return cls.from_mapping(found) if found.keys() & {"plan", "aqn"} else None
+        return cls.from_mapping(found) if "plan" in found else None
 
     def digest(self) -> str:
         """The same for all that have the same instructions, wherever their ledgers go."""

@@ -7,8 +7,7 @@ reached.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,8 +58,12 @@ class MismatchCheck:
         step = self.trainer.state.global_step
         if self.trainer.model.training and step % self.every == 0 and step != self._checked:
             self._checked = step
-            with _reading(self.trainer.model), torch.no_grad():
-                self.newest = named(self._look(made, step))
+            self.trainer.model.eval()
+            try:
+                with torch.no_grad():
+                    self.newest = named(self._look(made, step))
+            finally:
+                self.trainer.model.train()
         return made
 
     def _look(self, made: dict[str, Any], step: int) -> dict[str, float]:
@@ -108,17 +111,6 @@ def _engine(trainer: Any) -> RolloutEngine | None:
 
     generation.llm.collective_rpc(observe)
     return VLLMEngine(generation.llm, {})
-
-
-@contextmanager
-def _reading(model: Any) -> Iterator[None]:
-    """Eval mode inside."""
-    was = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was)
 
 
 def _of_batch(made: dict[str, Any]) -> list[Rollout]:

@@ -156,10 +156,8 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
         if group:
             raise ShaketableError("shaketable has neither a plan nor an aqn nor a mismatch; name one")
         return None
-    if environ.get("SHAKETABLE_PLAN") or environ.get("SHAKETABLE_AQN"):
-        raise ShaketableError(
-            "the environment has a plan or AQN too (shaketable run?); give it to verl alone: +shaketable.plan=…"
-        )
+    if environ.get("SHAKETABLE_PLAN"):
+        raise ShaketableError("the environment has a plan too (shaketable run?); give it to verl alone: +shaketable.plan=…")
     plan = None if plan is None else _placed(plan, keys)
     if aqn is not None and keys.seed is not None:
         aqn = replace(aqn, seed=keys.seed)
