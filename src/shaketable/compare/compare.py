@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from shaketable.capture.trace import Arguments, LayerCall, as_deployed, record_l
 from shaketable.compare.fingerprint import Fingerprint, Progress, check_same_model, read_fingerprint
 from shaketable.faults import FaultBase
 from shaketable.faults.noise import rms
+from shaketable.io.strict_json import strict
 from shaketable.locate.replay import Judgement, as_autocast, judge
 from shaketable.numerics import operators
 from shaketable.numerics.fit import ROUNDING, Fit, best_fit
@@ -73,10 +74,6 @@ class Difference:
         """Share of the values that differ."""
         return self.differing / self.values if self.values else 0.0
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self) | {"share": self.share}
-
 
 @dataclass
 class ComparisonRow:
@@ -114,7 +111,7 @@ class ComparisonRow:
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         facts: dict[str, Any] = {"layer": self.layer, "op": self.op, "point": self.point, "site": self.site}
-        facts |= self.difference.to_dict()
+        facts |= strict(self.difference)
         facts |= {"outside_here": self.here, "outside_stored": self.stored, "beyond": self.beyond or None}
         return facts | {"remark": self.remark, "fit": None if self.fit is None else self.fit.to_dict()}
 
@@ -136,7 +133,7 @@ class LayerRow:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        facts = {"layer": self.layer, "name": self.name, "whole": self.whole.to_dict(), "beyond": self.beyond is not None}
+        facts = {"layer": self.layer, "name": self.name, "whole": strict(self.whole), "beyond": self.beyond is not None}
         return facts | {"ops": [r.to_dict() for r in self.rows]}
 
 

@@ -263,14 +263,6 @@ def read_fingerprint(path: Path) -> Fingerprint:
     Raises:
         FingerprintError: The file is missing, no safetensors, another program's, of another schema, or damaged.
     """
-    head, tensors = _open(path)
-    about = _metadata(path, head)
-    if digest(head["shaketable"], tensors) != head.get("sha256"):
-        raise FingerprintError(f"{path} is damaged: its contents do not have the sha256 that is written in it")
-    return Fingerprint(about, tensors)
-
-
-def _open(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -278,20 +270,20 @@ def _open(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
             # A copy, because kernels may round otherwise on memory that is not aligned.
-            return file.metadata() or {}, {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            head, tensors = file.metadata() or {}, {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise FingerprintError(f"{path} is truncated, damaged or not a safetensors file: {error}") from None
-
-
-def _metadata(path: Path, head: dict[str, str]) -> Metadata:
     if "shaketable" not in head:
         raise FingerprintError(f"{path} is a safetensors file, but not one of shaketable fingerprint")
     try:
-        return Metadata.model_validate_json(head["shaketable"])
+        about = Metadata.model_validate_json(head["shaketable"])
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(p) for p in first["loc"]) or "its metadata"
         raise FingerprintError(f"{path} is damaged, or of another version: {where}: {first['msg']}") from None
+    if digest(head["shaketable"], tensors) != head.get("sha256"):
+        raise FingerprintError(f"{path} is damaged: its contents do not have the sha256 that is written in it")
+    return Fingerprint(about, tensors)
 
 
 # ---- the same model

@@ -275,8 +275,6 @@ def _in_gauge(part: ProbedPart, circuit: Circuit, powers: bool) -> tuple[twins.T
 
 def causal(part: ProbedPart) -> Finding:
     """One token in the middle changes: the tokens before it must keep every bit, as a causal mask hides it from them."""
-    if part.status("replay") not in ("", "inconclusive"):
-        return Finding(Result("skipped", reason="replay has judged this layer, and sees more"))
     if part.status("repeat") != "pass":
         return unknown(UNSTABLE)
     circuit, call = part.circuit, part.layer
@@ -408,7 +406,7 @@ LAYER_PROBES = (
     Probe("twin", twin, ON_DEVICE, "the twin"),
     Probe("replay", replay, ON_HOST),
     *_IN_USES,
-    Probe("causal", causal, ON_DEVICE, "the layer with another token"),
+    Probe("causal", causal, ("device",), "the layer with another token"),
 )
 OUTSIDE_PROBES = (
     Probe("weights", weights, ON_HOST),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from shaketable.mismatch.results import Deviation, Mismatch, OperatorFault, ParameterDifference, Shares, Verdict
+from shaketable.mismatch.results import Mismatch, Shares, Verdict
 
 EXIT = {"LEGAL": 0, "DEFECT": 1, "INCONCLUSIVE": 4}
 REPRODUCES = 0.5
@@ -72,13 +72,19 @@ def _defect(found: Mismatch) -> tuple[str, str] | None:
             if semantics is not None and (named := semantics.named) is not None:
                 left = "to rounding" if named.at_floor else f"to {named.mean_abs:.2g}"
                 return "semantics", f"the sides mean different probabilities: {named.says}, which brings {what} down {left}"
-    if found.weights is not None and found.weights.differing:
-        return "weights", _weights(found.weights.differing)
+    if found.weights is not None and (differing := found.weights.differing):
+        kinds = sorted({d.kind for d in differing})
+        more = f"; {len(differing)} parameters differ in all ({', '.join(kinds)})" if len(differing) > 1 else ""
+        return "weights", f"the engine's {differing[0].name} {differing[0].says}{more}"
     if (operators := found.operators) is not None:
         if operators.layers_absent:
             return "operators", f"the engine's layer {operators.layers_absent[0]} is missing: none of its operators ran"
         if operators.wrong:
-            return "operators", _operator(operators.wrong)
+            first, others = operators.wrong[0], len({w.name for w in operators.wrong}) - 1
+            lanes = f", {len(first.lanes)} of {first.lanes_of} lanes" if first.lanes else ""
+            more = f"; {others} more operators are wrong" if others else ""
+            what = f"{first.text}, looks like {first.looks_like}{lanes}{more}"
+            return "operators", f"the engine's {first.name} ({first.kind}, {first.phase}) is wrong: {what}"
     for row in found.routing or ():
         trainer, engine = row.experts
         if trainer != engine:
@@ -87,32 +93,13 @@ def _defect(found: Mismatch) -> tuple[str, str] | None:
     if wrong := [r for r in found.floor.rows if r.wrong]:
         return "floor", next((r for r in wrong if r.side == "engine"), wrong[0]).wrong
     if returned is not None and not returned.explained:
-        return "returned", _returned(returned)
+        says = f"the engine's returned log-probabilities are not those of its own logits: {returned.says}"
+        if returned.worst_pair is not None:
+            (rollout, position), (got, own) = returned.worst, returned.worst_pair
+            expected = "none" if own is None else f"{own:.4g}"
+            says += f"; token {position} of rollout {rollout} was returned as {got:.4g}, its own is {expected}"
+        return "returned", says
     return None
-
-
-def _returned(returned: Deviation) -> str:
-    says = f"the engine's returned log-probabilities are not those of its own logits: {returned.says}"
-    if returned.worst_pair is None:
-        return says
-    (rollout, position), (got, own) = returned.worst, returned.worst_pair
-    expected = "none" if own is None else f"{own:.4g}"
-    return f"{says}; token {position} of rollout {rollout} was returned as {got:.4g}, its own is {expected}"
-
-
-def _weights(differing: list[ParameterDifference]) -> str:
-    kinds = sorted({d.kind for d in differing})
-    more = f"; {len(differing)} parameters differ in all ({', '.join(kinds)})" if len(differing) > 1 else ""
-    return f"the engine's {differing[0].name} {differing[0].says}{more}"
-
-
-def _operator(wrong: list[OperatorFault]) -> str:
-    first = wrong[0]
-    lanes = f", {len(first.lanes)} of {first.lanes_of} lanes" if first.lanes else ""
-    others = len({w.name for w in wrong}) - 1
-    more = f"; {others} more operators are wrong" if others else ""
-    what = f"{first.text}, looks like {first.looks_like}{lanes}{more}"
-    return f"the engine's {first.name} ({first.kind}, {first.phase}) is wrong: {what}"
 
 
 def _doubt(found: Mismatch) -> tuple[str, str] | None:
