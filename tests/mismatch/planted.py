@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from shaketable.mismatch.logprobs import chosen
 
 LAYER = 3
 
@@ -92,11 +94,11 @@ OPERATORS: dict[str, tuple[Callable[[Any], None], str, str]] = {
 """The plant, the operator that must be named, and the words for what is wrong with it in float32."""
 
 
-def coarse_log_softmax(logits: torch.Tensor) -> torch.Tensor:
+def coarse_log_softmax(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:
     """Logits rounded to bfloat16, for the log-softmax only."""
-    return logits.bfloat16().double().log_softmax(-1)
+    return chosen(logits.bfloat16(), tokens)
 
 
-def shifted_log_softmax(logits: torch.Tensor) -> torch.Tensor:
+def shifted_log_softmax(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:
     """Every log-probability too small by a thousandth."""
-    return logits.double().log_softmax(-1) - 1e-3
+    return [x - 1e-3 for x in chosen(logits, tokens)]

@@ -79,7 +79,7 @@ def test_an_engine_tells_it_for_every_token_of_the_completion(phase):
 )
 def test_a_wrong_log_softmax_is_named(plant, looks):
     other = pairs.engine()
-    other.log_softmax = plant
+    other.chosen = plant
     found = pairs.verdict(other, recorded=1)
     assert (found.verdict, found.stage) == ("DEFECT", "operators"), found.sentence
     assert {row.name for row in found.operators.wrong} == {"log_softmax"}

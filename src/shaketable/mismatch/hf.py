@@ -19,7 +19,7 @@ from torch import Tensor
 from shaketable.capture.decoder import Phase, padded, record_batch
 from shaketable.errors import ShaketableError, first_problem, nearest
 from shaketable.mismatch.engine import ALONE, DECODE, EAGER, OperatorRecord, Rollout, Routed, Sampling
-from shaketable.mismatch.logprobs import completion_logits, decoded_logits, processed
+from shaketable.mismatch.logprobs import chosen, completion_logits, decoded_logits, processed
 from shaketable.mismatch.results import EngineFacts
 from shaketable.mismatch.routing import routing
 from shaketable.numerics.decoder_operators import log_softmax_call
@@ -49,6 +49,8 @@ class HFEngine:
     """An engine that is a Hugging Face model."""
 
     name = "hf"
+    chosen = staticmethod(chosen)
+    """Log-probabilities of tokens under logits, by the trainer's formula, so that two equal models have no gap."""
 
     def __init__(self, model: Any, arguments: HFArguments | None = None) -> None:
         import transformers
@@ -140,7 +142,7 @@ class HFEngine:
                 logits = decoded_logits(model, rollouts, batch)
             else:
                 logits = completion_logits(model, rollouts, batch=batch, side="left")
-            return [self._chosen(one, r.completion).tolist() for r, one in zip(rollouts, logits, strict=True)]
+            return [self.chosen(one, r.completion) for r, one in zip(rollouts, logits, strict=True)]
 
     def logits(self, rollouts: Sequence[Rollout]) -> Iterator[Tensor]:
         """Before each token of the completions, as they were when it was drawn."""
@@ -163,17 +165,12 @@ class HFEngine:
         found = []
         for row, one in zip(range(len(rollouts)) if rows is None else rows, made, strict=True):
             completion = rollouts[row].completion
-            last = [log_softmax_call(one.logits, completion, self._chosen(one.logits, completion))] if completion else []
-            found.append(OperatorRecord([*one.calls, *last], one.prompt, not torch.equal(one.logits, one.head)))
+            calls = one.calls
+            if completion:
+                logprobs = torch.tensor(self.chosen(one.logits, completion), dtype=torch.float64)
+                calls = [*calls, log_softmax_call(one.logits, completion, logprobs)]
+            found.append(OperatorRecord(calls, one.prompt, not torch.equal(one.logits, one.head)))
         return found
-
-    def log_softmax(self, logits: Tensor) -> Tensor:
-        """Log-probabilities of all tokens, in float64 and by the trainer's formula, so that two equal models have no gap."""
-        wide = logits.double()
-        return wide - wide.logsumexp(-1, keepdim=True)
-
-    def _chosen(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
-        return self.log_softmax(logits).gather(1, torch.tensor(list(tokens)).unsqueeze(1)).squeeze(1)
 
     def routing(self, tokens: list[int]) -> dict[int, Routed] | None:
         """Chosen experts of every layer that has some."""
@@ -193,4 +190,4 @@ class HFEngine:
         else:
             tokens = torch.multinomial(seen.softmax(-1), 1, generator=generator).squeeze(1)
         returned = seen if sampling.logprobs_mode == "processed" else logits.double()
-        return tokens.tolist(), self._chosen(returned, tokens.tolist()).tolist()
+        return tokens.tolist(), self.chosen(returned, tokens.tolist())
