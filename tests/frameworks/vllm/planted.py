@@ -231,7 +231,7 @@ DEFECTS = {
     "stale_layer": Defect(
         "layer 5 missed the last sync", stale_layer, "weights", ("layers.5.", "step 0"), trainer="a step on"
     ),
-    "swapped_heads": Defect("two q heads and two k heads of layer 2 are swapped", swapped_heads, "weights", ("layers.2.", "order")),
+    "swapped_heads": Defect("two q heads and two k heads of layer 2 are swapped", swapped_heads, "weights", ("layers.2.", "rows differ")),
     "head_in_bfloat16": Defect("lm_head multiplies in bfloat16", head_in_bfloat16, "weights", ("lm_head", "bfloat16"),
                                unseen="all of the engine multiplies in bfloat16: nothing is planted"),
     "cache_in_fp8": Defect("the KV cache of layer 1 holds FP8", cache_in_fp8, "operators", ("layers.1.self_attn", "attention")),
