@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shaketable.cli.outputs import OutputFiles, write
-from shaketable.cli.terminal import console, say
+from shaketable.cli.terminal import console, plain, print_table, say, table_of
 from shaketable.cli.verb import ForceOption, JsonOption
 from shaketable.errors import ShaketableError
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from shaketable.aqn.guidance import Guidance
-
-STYLES = {"HIGH": "bold yellow", "LOW": "cyan", "BASE": ""}
 
 
 def guide(
@@ -63,7 +61,7 @@ def _json(path: Path) -> object:
 def _print(found: Guidance, files: list[Path]) -> None:
     out = console()
     say(out, *_head(found))
-    out.print(_table(found))
+    print_table(out, _table(found))
     say(out, f"high-priority layers: {', '.join(map(str, found.high_priority_layers)) or 'none'}")
     say(out, *(f"note: {note}" for note in found.notes), *(f"wrote {file}" for file in files))
 
@@ -79,15 +77,10 @@ def _head(found: Guidance) -> list[str]:
 
 
 def _table(found: Guidance) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title="Layer-wise AQN", title_justify="left")
-    for head in ("layer", "σ", "ratio"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table = table_of((), ("layer", "σ", "ratio"), "Layer-wise AQN")
+    table.add_column("label")
     table.add_column("why")
     for row in found.layers:
-        label = Text(row.label, style=STYLES[row.label])
-        table.add_row(str(row.layer), f"{row.sigma:.4g}", f"{row.ratio:.2f}×", label, Text("; ".join(row.why)))
+        why = plain("; ".join(row.why))
+        table.add_row(str(row.layer), f"{row.sigma:.4g}", f"{row.ratio:.2f}×", row.label, why)
     return table
