@@ -38,7 +38,19 @@ class OutputFiles:
             force: Replace whatever exists.
         """
         self.json, self.html = json_file, html_file
-        check_free([f for f in (json_file, html_file, *others) if f is not None], [f for f in reads if f is not None], force)
+        taken = [file for file in reads if file is not None]
+        for file in (json_file, html_file, *others):
+            if file is None:
+                continue
+            try:
+                problem = _problem(file, taken, force)
+            except OSError as error:  # a folder that may not be read or written, a name too long
+                problem = error.strerror or str(error)
+            except RuntimeError as error:  # a circle of links
+                problem = str(error)
+            if problem:
+                raise ShaketableError(f"cannot write {file}: {problem}")
+            taken.append(file)
 
     def save(self, data: Callable[[], dict[str, Any]], page: Callable[[], str] | None = None) -> None:
         if self.json is not None:
@@ -54,27 +66,6 @@ class OutputFiles:
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Strict JSON; null where a number is infinite."""
     write(path, json.dumps(strict(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def check_free(files: list[Path], inputs: list[Path], force: bool) -> None:
-    """Check that every file can be written and that none is lost, before any of them is written.
-
-    Args:
-        files: To be written.
-        inputs: That are read, and may not be written to.
-        force: Replace files that exist.
-    """
-    taken = list(inputs)
-    for file in files:
-        try:
-            problem = _problem(file, taken, force)
-        except OSError as error:  # a folder that may not be read or written, a name too long
-            problem = error.strerror or str(error)
-        except RuntimeError as error:  # a circle of links
-            problem = str(error)
-        if problem:
-            raise ShaketableError(f"cannot write {file}: {problem}")
-        taken.append(file)
 
 
 def _problem(file: Path, taken: list[Path], force: bool) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.outputs import OutputFiles, check_free
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.recorded_runs import RecordedRuns, live, load_rehearsed, settled
 from shaketable.cli.terminal import console, plain, print_table, say, table_of, warn
 from shaketable.cli.verb import ForceOption, JsonOption, ResumeOption, RunFolderOption, options_of
@@ -37,7 +37,7 @@ def train(
     *,
     out: RunFolderOption = None,
     resume: ResumeOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run would do, print and plot σ, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run would do, print σ, and stop.")] = False,
     json_file: JsonOption = None,
     force: ForceOption = False,
     **fields: Any,
@@ -64,7 +64,7 @@ def train(
     )
     hush()
     if dry_run:
-        _show_plan_of(config, out, force)
+        _show_plan_of(config)
         return
     from shaketable.train.plans import rehearse
 
@@ -86,26 +86,19 @@ def _read(plan: str | None, aqn: str | None) -> dict[str, Any]:
     }
 
 
-def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
-    """What the run would do, checked as far as possible without weights; the figure goes beside the run folder."""
-    from shaketable.aqn.plot import plot, sigmas
+def _show_plan_of(config: TrainConfig) -> None:
+    """What the run would do, checked as far as possible without weights."""
+    from shaketable.aqn.plot import sigmas
+    from shaketable.aqn.spec import AQN
     from shaketable.models import quieten
     from shaketable.train.plans import rehearse
 
-    picture = Path("aqn-sigma.png") if out is None else out.with_name(f"{out.name}-aqn-sigma.png")
-    if config.aqn is not None:
-        check_free([picture], [], force)
     quieten()
     screen = console()
     skeleton, lines = rehearse(config)
     say(screen, *lines)
     if config.aqn is not None:
-        from shaketable.aqn.spec import AQN
-
-        aqn = AQN.load(config.aqn)
-        screen.print(sigmas(aqn, config.steps, skeleton).render())
-        plot(aqn, config.steps, picture, skeleton)
-        say(screen, f"σ over the steps is drawn in {picture}")
+        screen.print(sigmas(AQN.load(config.aqn), config.steps, skeleton).render())
 
 
 def _run(config: TrainConfig, record: RunRecord, *, resume: bool, loaded: Any = None) -> None:
