@@ -1,6 +1,9 @@
-"""What all verbs share: groups of help, --force, one line for what cannot be parsed."""
+"""What all verbs share: groups of help, --config, --force, one line for what cannot be parsed."""
+
+import json
 
 import pytest
+import yaml
 
 from tests.cli.command_server import shaketable
 
@@ -12,7 +15,38 @@ def test_help_shows_about_eight_options_before_the_advanced_ones(verb, tmp_path)
     basic, _, advanced = shaketable(tmp_path, verb, "--help").stdout.partition("─ Advanced ─")
     options = [line for line in basic.splitlines() if line.startswith("│ ") and " --" in line[:12]]
     assert 2 <= len(options) <= 11
-    assert "--force" in advanced
+    assert "--force" in advanced and "--config" in advanced and "--show-config" in advanced
+
+
+CONFIG = {"models": ["nano"], "task": "arithmetic", "plan": "gain@op.silu", "magnitudes": [0, 0.5], "limit": 4, "seeds": 1}
+
+
+def test_a_config_file_is_the_same_as_the_options_and_the_command_line_wins(tmp_path):
+    def sweep(*words):
+        return shaketable(tmp_path, "sweep", *words)
+
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(CONFIG))
+    shown = sweep("--config", "sweep.yaml", "--show-config", "-n", "3", "--dtype", "float32")
+    assert shown.code == 0, shown.stderr
+    resolved = yaml.safe_load(shown.stdout)
+    assert (resolved["models"], resolved["magnitudes"], resolved["limit"]) == (["nano"], "0,0.5", 3)
+    assert (resolved["dtype"], resolved["device"], resolved["json"]) == ("float32", "auto", None)
+    (tmp_path / "again.yaml").write_text(shown.stdout)
+    done = sweep("--config", "again.yaml", "--json", "out.json")
+    assert done.code == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["config"]["n"], [p["magnitude"] for p in found["points"]]) == (3, [0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("modle: nano", "unknown key 'modle'"), (None, "cannot read the config sweep.yaml")]
+)
+def test_a_config_that_cannot_be_read_is_one_line(tmp_path, text, says):
+    if text is not None:
+        (tmp_path / "sweep.yaml").write_text(text)
+    done = shaketable(tmp_path, "sweep", "--config", "sweep.yaml")
+    (line,) = done.stderr.splitlines()
+    assert (done.code, done.stdout) == (2, "") and line.startswith("error: ") and says in line
 
 
 def test_a_file_that_exists_is_replaced_with_force_alone(tmp_path):

@@ -1,4 +1,4 @@
-"""What every verb shares: options of the same name, options that are the fields of a config, two groups of help.
+"""What every verb shares: two groups of help, `--config` and `--show-config`, and options that are the fields of a config.
 
     @options_of(SweepConfig, "task", "plan")
     def sweep(models, *, out: OutOption = None, **fields): ...
@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
+import yaml
+
+from shaketable.errors import ShaketableError, nearest
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -41,19 +45,83 @@ PlanOutOption = Annotated[
 ]
 
 
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        callback=lambda context, file: _read_config(context, file),
+        help="Read options from YAML, by their long names; the command line overrides them.",
+    ),
+]
+ShowConfigOption = Annotated[bool, typer.Option("--show-config", help="Print all options as such a file, and stop.")]
+
+
 def as_verb(command: Command, basic: Collection[str]) -> Callable[..., None]:
-    """A command whose help shows the `basic` parameters first, and all others as "Advanced"."""
-    parameters = inspect.signature(command, eval_str=True).parameters.values()
+    """A command whose help shows the `basic` parameters first and all others as "Advanced", and that reads a config."""
+    wanted = inspect.signature(command, eval_str=True).parameters
 
-    def verb(**given: Any) -> None:
-        command(**given)
+    def verb(
+        context: typer.Context, *, config_file: ConfigOption = None, show_config: ShowConfigOption = False, **given: Any
+    ) -> None:
+        if show_config:
+            typer.echo(_as_config(context), nl=False)
+        else:
+            command(**given, **({"context": context} if "context" in wanted else {}))
 
+    shared = [p for p in inspect.signature(verb, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    own = [p for name, p in wanted.items() if name != "context"]
     verb.__name__, verb.__doc__ = command.__name__, command.__doc__
     verb.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [p if p.name in basic else _advanced(p) for p in parameters]
+        [(p if p.name in basic else _advanced(p)).replace(kind=p.KEYWORD_ONLY) for p in [*own, *shared]]
     )
     verb.__annotations__ = {}
     return verb
+
+
+def _read_config(context: typer.Context, file: Path | None) -> None:
+    """Make the values of a file the defaults of this call, so that the command line still overrides them."""
+    if file is None or context.resilient_parsing:
+        return
+    from shaketable.io.yaml_file import read_yaml
+
+    data = read_yaml(file, "the config")
+    if not isinstance(data, dict):
+        raise ShaketableError(f"the config {file} must hold a mapping of options, not {type(data).__name__}")
+    known, found = _by_key(context), {}
+    for key, value in data.items():
+        parameter = known.get(str(key).replace("-", "_"))
+        if parameter is None:
+            raise ShaketableError(f"the config {file}: unknown key {key!r}; {nearest(str(key), known, shown=12)}")
+        if value is not None:
+            takes_several = parameter.nargs == -1 or getattr(parameter, "multiple", False)
+            words = [_word(v) for v in (value if isinstance(value, list) else [value])]
+            found[parameter.name] = words if takes_several else words[0] if len(words) == 1 else ",".join(map(str, words))
+    context.default_map = found
+
+
+def _word(value: Any) -> Any:
+    """A value of YAML as it would be written on the command line."""
+    return value if isinstance(value, bool) else json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _as_config(context: typer.Context) -> str:
+    """All options as YAML that `--config` reads; null is what the verb chooses by itself."""
+    values = {}
+    for key, parameter in _by_key(context).items():
+        value = context.params.get(parameter.name)
+        if isinstance(value, list | tuple):
+            value = [str(v) for v in value] or None
+        values[key] = str(value) if isinstance(value, Path) else value
+    return yaml.safe_dump(values, width=10_000, allow_unicode=True, sort_keys=False)
+
+
+def _by_key(context: typer.Context) -> dict[str, Any]:
+    """Each option by its long name, each argument by its own."""
+    own = [p for p in context.command.params if p.name not in ("config_file", "show_config", "help")]
+    long = {p: next((o for o in p.opts if o.startswith("--")), str(p.name)) for p in own if not getattr(p, "hidden", False)}
+    return {name.lstrip("-").replace("-", "_"): p for p, name in long.items()}
 
 
 def options_of(
@@ -93,17 +161,17 @@ def options_of(
 
 
 def given_options(context: typer.Context, without: Collection[str]) -> list[str]:
-    """Options and arguments that were set on the command line."""
+    """Options and arguments that were set on the command line or in the file of --config."""
 
     def is_set(name: str | None) -> bool:
         source = context.get_parameter_source(name or "")
-        return source is not None and source.name == "COMMANDLINE"
+        return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
 
     def spelled(parameter: Any) -> str:
         long = next((o for o in parameter.opts if o.startswith("--")), None)
         return long or str(parameter.metavar or parameter.name).strip("…")
 
-    return [spelled(p) for p in context.command.params if is_set(p.name) and p.name not in without]
+    return [spelled(p) for p in context.command.params if is_set(p.name) and p.name not in (*without, "config_file")]
 
 
 def _option_of(
