@@ -24,11 +24,9 @@ def with_template(nano, template):
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ 1 / 0 }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ raise_exception('only system turns\\n\\nplease') }}",
         "{% for i in range(10 ** 9) %}x{% endfor %}",
-        "{{ 'x' * 10 ** 15 }}",
     ],
 )
 @pytest.mark.attack("hostile inputs")

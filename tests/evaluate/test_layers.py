@@ -10,7 +10,7 @@ from scipy.stats import kurtosis
 import shaketable as st
 from shaketable.errors import InertError, NoMatchError, ShaketableError
 from shaketable.evaluate.decoding import Decoder
-from shaketable.evaluate.layers import mechanism, skip_layers
+from shaketable.evaluate.layers import mechanism, skip_layers, without
 from shaketable.models import load_model
 from shaketable.plan import Plan
 from shaketable.sites.phases import phase
@@ -177,7 +177,15 @@ def test_a_skipped_layer_hands_on_what_it_is_given():
             ids = torch.cat([ids, torch.tensor([[token]])], 1)
 
 
-@pytest.mark.parametrize(("layers", "words"), [([8], "has layers 0-7"), ([0], "layer 0 cannot be skipped")])
-def test_what_cannot_be_skipped_is_refused(layers, words):
-    with pytest.raises(ShaketableError, match=words):
-        skip_layers(load_model("nano")[0], layers)
+def test_what_cannot_be_skipped_is_refused(nano):
+    for layers, words in (([8], "has layers 0-7"), ([0], "layer 0 cannot be skipped")):
+        with pytest.raises(ShaketableError, match=words):
+            skip_layers(nano, layers)
+
+
+def test_clauses_of_skipped_layers_are_left_out_and_of_some_of_them_refused(nano):
+    kept = without(Plan.parse("gain:0.1@layer.3;gain:0.1@op.matmul,layers=3;gain:0.1@op.matmul"), [3], nano)
+    assert kept.text() == "gain:0.1@op.matmul"
+    assert without(Plan.parse("gain:0.1@module.linear,layers=3"), [3], nano) is None
+    with pytest.raises(ShaketableError, match="names skipped layers and others"):
+        without(Plan.parse("gain:0.1@layer.2-4"), [3], nano)

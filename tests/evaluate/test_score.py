@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from scipy.stats import binomtest
 from torch.nn.functional import kl_div
 
 import shaketable as st
@@ -39,19 +38,7 @@ def test_a_clean_score_counts_right_answers(evaluator):
     assert [a.correct for a in found.answers] == right
     assert found.accuracy == sum(right) / 40 and 0.2 < found.accuracy < 0.9
     assert [a.id for a in found.answers] == [p.id for p in evaluator.problems]
-    exact = binomtest(sum(right), 40).proportion_ci(method="wilson")
-    assert (found.interval.low, found.interval.high) == pytest.approx((exact.low, exact.high), abs=1e-9)
-    assert found.tokens == sum(len(c.tokens) for c in found.completions)
     assert found.ledger is None
-
-
-def test_faults_change_the_answers_and_their_seed_decides_how(evaluator):
-    clean = evaluator.score(Condition("clean"))
-    loud = "relative_gaussian:0.5@module.linear"
-    draws = [evaluator.score(under(loud, seed=s)).completions for s in (1, 1, 2)]
-    assert draws[0] == draws[1] != draws[2]
-    assert clean.completions not in draws
-    assert evaluator.score(Condition("clean")).completions == clean.completions, "and nothing stays"
 
 
 @pytest.mark.parametrize("kind", ["plan", "aqn"])
@@ -127,10 +114,8 @@ def oracle(model, texts, plan):
 
 
 @pytest.mark.parametrize("text", ["truncation:2@module.linear", "gain:0.3@layer.2,phase=rollout"])
-@pytest.mark.parametrize("size", [1, 16])
-def test_drift_is_kl_and_agreement_with_the_clean_model_on_the_completions(nano, evaluator, text, size):
+def test_drift_is_kl_and_agreement_with_the_clean_model_on_the_completions(nano, evaluator, text):
     done = [c.tokens for c in evaluator.score(Condition("clean")).completions[:12]]
-    evaluator.batch_size = size
     found = evaluator.drift(done, Plan.parse(text))
     texts = list(zip(evaluator.prompts, done, strict=False))
     kl, agreement, tokens = oracle(nano[0], texts, text.partition(",phase")[0])
@@ -171,10 +156,9 @@ def test_a_score_reads_the_loss_of_the_right_answers_under_its_plan(nano):
     assert [a["text"] for a in without["answers"]] == [a.text for a in clean.answers]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_texts_are_read_clean_and_under_a_fault_beside_it(nano, size):
+def test_texts_are_read_clean_and_under_a_fault_beside_it(nano):
     model, tokenizer = nano
-    evaluator = Evaluator(model, tokenizer, load_task("text"), TEXTS, size)
+    evaluator = Evaluator(model, tokenizer, load_task("text"), TEXTS, 3)
     clean = evaluator.score(Condition("clean"), beside=True)
     faulty = evaluator.score(under("gain:0.2@module.linear"), beside=True)
     assert evaluator.score(under("gain:0.2@module.linear")).loss == pytest.approx(faulty.loss), "alone or beside the clean one"

@@ -12,21 +12,12 @@ from scipy import stats
 from shaketable.errors import ShaketableError
 from shaketable.evaluate.statistics import mcnemar, over_seeds, paired, paired_interval, sign_flip, wilson
 
-BITS = some.integers(0, 1)
-
 
 @pytest.fixture(autouse=True)
 def _no_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
-
-
-def two_arms(problems, rng, *, seeds=1, difficulty=1.5, own=0.5, shift=0.0):
-    """Binary scores (problems, seeds) of two arms that share the difficulty of the problems; b is better by `shift` logits."""
-    hard = rng.normal(0.5, difficulty, (problems, 1))
-    logits = [hard + rng.normal(0, own, (problems, 1)) + s for s in (0.0, shift)]
-    return [(rng.random((problems, seeds)) < 1 / (1 + np.exp(-x))) * 1.0 for x in logits]
 
 
 def trained(seeds, problems, rng, *, by_seed, own):
@@ -50,39 +41,13 @@ def test_wilson_is_that_of_scipy(n, share):
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("n", "rates", "least"), [(20, (0.1, 0.9), 0.925), (200, (0.05, 0.95), 0.935), (1319, (0.05, 0.95), 0.945)]
-)
-def test_wilson_covers(n, rates, least):
-    k = np.arange(n + 1)
-    ends = [wilson(x / n, n) for x in k]
-    for rate in np.linspace(*rates, 33):
-        assert stats.binom.pmf(k, n, rate)[[rate in e for e in ends]].sum() >= least
-
-
 # --- two conditions -----------------------------------------------------------------------------------------------------
-
-
-@given(some.lists(some.tuples(BITS, BITS), min_size=1, max_size=60))
-def test_mcnemar_is_the_binomial_test_of_discordant_pairs(scores):
-    a, b = np.array(scores).T
-    lost, won = int(((a == 1) & (b == 0)).sum()), int(((a == 0) & (b == 1)).sum())
-    doubled = 2 * stats.binom.cdf(min(lost, won), lost + won, 0.5) if lost + won else 1.0
-    assert mcnemar(a, b) == pytest.approx(min(doubled, 1.0))
 
 
 @given(some.lists(some.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=12))
 def test_the_sign_flip_test_of_single_scores_is_mcnemar(d):
     a, b = [max(-x, 0.0) for x in d], [max(x, 0.0) for x in d]
     assert sign_flip(d) == pytest.approx(mcnemar(a, b))
-
-
-def test_seeds_are_averaged_within_a_problem_first():
-    a, b = two_arms(40, np.random.default_rng(3), seeds=4, shift=0.5)
-    found = paired(a, np.repeat(b, 2, axis=1))
-    assert found.difference == pytest.approx(b.mean() - a.mean())
-    assert (found.interval, found.p) == (paired(a, b).interval, paired(a, b).p)
-    assert (found.interval, found.p) == (paired(a.mean(1), b.mean(1)).interval, paired(a.mean(1), b.mean(1)).p)
 
 
 @given(arrays(np.float64, some.tuples(some.integers(1, 8), some.integers(1, 3)), elements=some.sampled_from([0.0, 0.5, 1.0])))
@@ -92,7 +57,6 @@ def test_no_scores_make_a_paired_comparison_fail(b):
         assert 0 < found.p <= 1
         assert found.difference in found.interval
         assert found.interval.high > found.interval.low
-        assert found.sentence()
     assert found.p == 1
 
 
@@ -115,21 +79,12 @@ def test_the_paired_interval_covers(problems, discordance, difference):
     assert covered / total >= 0.94
 
 
-def test_the_sign_flip_test_keeps_its_level():
-    rng = np.random.default_rng(7)
-    studies = [two_arms(40, rng, seeds=3) for _ in range(600)]
-    rejected = np.mean([sign_flip(b.mean(1) - a.mean(1), resamples=299) <= 0.05 for a, b in studies])
-    assert 0.025 < rejected <= 0.075
-
-
 # --- two trained arms ---------------------------------------------------------------------------------------------------
 
 
-def test_one_training_run_speaks_of_itself_only():
+def test_one_training_run_is_compared_over_its_problems():
     a, b = trained(1, 80, np.random.default_rng(10), by_seed=0.2, own=0.3)
-    found = over_seeds(a, b)
-    assert (found.p, found.interval) == (paired(a[0], b[0]).p, paired(a[0], b[0]).interval)
-    assert "one training run only" in found.sentence()
+    assert over_seeds(a, b) == paired(a[0], b[0])
 
 
 @given(some.data())

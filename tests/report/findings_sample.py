@@ -34,7 +34,7 @@ def one_run():
     """A single training run on the same page."""
     made = study()
     made |= {"kind": "run", "arms": made["arms"][3:4], "comparisons": [], "diagnoses": [], "runs": made["runs"][1:2]}
-    made["study"] |= {"question": "", "origin": "", "primary": None, "command": "shaketable train nano --task arithmetic"}
+    made["study"] |= {"question": "", "origin": "", "command": "shaketable train nano --task arithmetic"}
     made["verdict"] = {"kind": "nothing", "headline": "nano on arithmetic: 31.0 → 74.1 points, faulty", "sentence": ""}
     return made
 

@@ -193,7 +193,7 @@ def test_pointing_and_arrow_keys_tell_the_numbers(browser, files):
     assert tab.js(tip) is None
     tab.mouse("mouseMoved", *tab.point("#curves .plot .hit rect"))
     assert tab.js(tip).startswith("step 1\nclean: ")
-    tab.mouse("mouseMoved", *tab.point("#diagnosis .row.status", x=3.5 / 8))
+    tab.mouse("mouseMoved", *tab.point("#diagnosis .row", x=3.5 / 8))
     assert "layer 3: " in tab.js(tip)
     tab.mouse("mouseMoved", *tab.point("#scores .seeds"))
     assert tab.js(tip).startswith("seed 0: ")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from typer.testing import CliRunner
 
 import shaketable as st
 from shaketable.cli.study import study
@@ -90,7 +92,7 @@ def test_runs_of_verl_are_compared_by_the_same_report(added):
     text = markdown(Findings.model_validate(found))
     assert "made elsewhere: verl" in text and "made elsewhere: a run without a ledger" in text
     record = RunRecord.open(added / "verl" / "runs" / next(r["name"] for r in found["runs"] if r["arm"] == "noise"))
-    assert record.events("added")[0]["files"].keys() == {"instructions.json", "ledger.json", "steps.jsonl", "noise0.jsonl"}
+    assert record.events("added")[0]["files"].keys() == {"instructions.json", "ledger.json", "steps.jsonl", "scores, clean"}
     assert record.sealed()
 
 
@@ -100,7 +102,7 @@ def test_results_that_are_older_than_the_study_are_not_named_before(added, tmp_p
     add_run(late, tmp_path, verl, arm="noise", seed=0, scores={"clean": dump(tmp_path / "late.jsonl", 3)})
     found = findings(late, tmp_path / "late")
     assert not found["study"]["named_before"]
-    assert "made elsewhere had ended before the study was written down" in " ".join(found["notes"])
+    assert "there were results before the study was written down" in " ".join(found["notes"])
 
 
 def broken(verl, name, text):
@@ -108,12 +110,13 @@ def broken(verl, name, text):
 
 
 WRONG = {
+    "seed": (lambda v, s: {"seed": 9}, "has no arm 'noise' with `elsewhere: true` and the seed 9"),
     "condition": (lambda v, s: {"scores": {"clena": s}}, "there is no such condition; did you mean 'clean'?"),
     "no ledger": (lambda v, s: {"folder": v.parent}, "nothing says that the plan of noise acted"),
     "other arm": (lambda v, s: {"arm": "baseline"}, f"had the plan {PLAN}, and the arm baseline has None"),
-    "not JSON": (lambda v, s: broken(v, "ledger.json", "{"), "ledger.json is not JSON"),
+    "not JSON": (lambda v, s: broken(v, "ledger.json", "{"), "is no whole run of verl: JSONDecodeError"),
     "empty ledger": (lambda v, s: broken(v, "ledger.json", '{"merged": {}}'), "has no ledger of the plan"),
-    "twice": (lambda v, s: s.write_text('{"id": 1, "acc": 1}\n' * 2) and None, "line 2 is the second answer to 1"),
+    "twice": (lambda v, s: s.write_text('{"input": "1", "acc": 1}\n' * 2) and None, "line 2 is a second answer to one problem"),
 }  # fmt: skip
 
 
@@ -146,14 +149,9 @@ def test_scores_under_a_fault_need_a_fault_that_acted_in_a_validation(tmp_path, 
 
 
 def test_the_command_says_what_it_did(tmp_path, verl, monkeypatch):
-    from typer.testing import CliRunner
-
     monkeypatch.chdir(tmp_path)
-    import yaml
-
-    (tmp_path / "s.yaml").write_text(
-        yaml.safe_dump(asked().model_dump(mode="json", exclude={"engine", "diagnose", "harden", "train"}))
-    )
+    content = asked().model_dump(mode="json", exclude={"engine", "diagnose", "harden", "train"})
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(content))
     dump(tmp_path / "v.jsonl", 4)
     done = CliRunner().invoke(study, ["add", "s.yaml", str(verl), "--arm", "noise", "--seed", "0", "--scores", "v.jsonl"])
     assert done.exit_code == 0, done.output

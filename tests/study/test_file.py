@@ -26,15 +26,8 @@ def test_a_shipped_study_is_found_by_its_name(tmp_path, monkeypatch):
         load_study(Path("guided-agn"))
 
 
-def test_a_file_of_that_name_comes_before_the_shipped_study(file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file.rename("guided-aqn")
-    assert load_study(Path("guided-aqn")).study == data()["study"]
-
-
 WRONG = {
     "trian.steps=3": "unknown key 'trian'; did you mean 'train'?",
-    "arms.noise.plann=x": "arms.noise: unknown key 'plann'; did you mean 'plan'?",
     "train.stepz=3": "train: unknown option 'stepz'; did you mean 'steps'?",
     "compare.primary.a=nois": "there is no arm 'nois'; did you mean 'noise'?",
     "compare.primary.endpoint=loss": "the endpoint loss is not measured; write evaluate: {loss: true}",
@@ -45,10 +38,8 @@ WRONG = {
     "arms.as it comes.aqn=constant:0.01": "noise on weights is drawn once a rollout",
     "arms.targeted.plan=null": "a guide needs a plan",
     "arms.noise.plan=nose": "'nose' is neither a plan nor the name of a condition; did you mean 'noise'?",
-    "evaluate.conditions.clean=dead_zone:0.1@layer.3": "clean is always there",
     "seeds=[1, 2, 1]": "nor a list of different ones",
     "arms.noise.task=arithmetic,level=2": "solve different tasks",
-    "nothing": "--set nothing: write a.b=c",
     "train.steps={": "the value is not YAML",
 }
 

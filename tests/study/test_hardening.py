@@ -2,7 +2,6 @@
 
 import pytest
 
-from shaketable.errors import ShaketableError
 from shaketable.report.study_html import page
 from shaketable.report.study_markdown import markdown
 from shaketable.study.analysis.results import Findings
@@ -23,7 +22,7 @@ def hardening(**replaced):
         arms={
             "nothing": {"harden": {"rungs": []}},
             "hardened": {"plan": "faulty", "harden": {}},
-            "on from there": {"plan": "faulty", "after": "hardened"},
+            "trained": {"plan": "faulty"},
         },
         compare={"primary": {"a": "hardened", "b": "nothing", "condition": "faulty"}, "against": "nothing"},
         seeds=2,
@@ -52,22 +51,6 @@ def test_the_share_that_came_back_is_in_findings_page_and_markdown(done):
     assert '<h2 id="h-recovered">Recovered' in html
     assert "## Recovered" in text
     assert {row["where"] for arm in found["arms"] for row in arm["proof"]} >= {"hardening: plan", "scored: faulty"}
-
-
-def test_training_goes_on_from_the_hardened_weights_of_its_seed(done):
-    study, folder = done
-    found = findings(study, folder)
-    first = {a["name"]: {s["condition"]: s for s in a["scores"]} for a in found["arms"]}
-    hardened = {p["seed"]: p["value"] for p in first["hardened"]["faulty"]["per_seed"]}
-    assert first["on from there"]["faulty"]["first"] == pytest.approx(sum(hardened.values()) / 2)
-
-
-def test_after_needs_a_hardened_arm_and_its_weights():
-    with pytest.raises(ShaketableError, match="keep must be weights"):
-        parse_study(hardening(keep="records"))
-    trained = {"one": {"plan": "faulty"}, "two": {"plan": "faulty", "after": "one"}}
-    with pytest.raises(ShaketableError, match="is not hardened"):
-        parse_study(hardening(arms=trained, compare={"primary": {"a": "one", "b": "two", "condition": "faulty"}}))
 
 
 def test_records_alone_are_kept(tmp_path):

@@ -111,7 +111,7 @@ def test_a_pruned_arm_is_the_same_with_and_without_a_fault_in_its_layer(tmp_path
     for cell in cells_of(study):
         do(cell, study.study, tmp_path / "runs", "test")
     found = findings(study, tmp_path)
-    assert found["notes"] == [n for n in found["notes"] if "never run from its file" in n], "the weights are the same"
+    assert not any("were not the same" in note for note in found["notes"]), "the weights are"
     assert losses(found, "pruned", "clean") == losses(found, "pruned", "faulty") != losses(found, "as it comes", "faulty")
     assert losses(found, "pruned", "other") != losses(found, "pruned", "clean")
     pruned = next(arm for arm in found["arms"] if arm["name"] == "pruned")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,7 +44,6 @@ def run(
     workers: Annotated[
         str | None, typer.Option(metavar="local|ray|N", help="Where runs execute, or how many at a time; ray:8 says both.")
     ] = None,
-    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster, e.g. auto or ray://host:10001.")] = None,
     store: StoreOption = DEFAULT,
     report_file: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Also write the report: .html, .md or .json.")
@@ -63,8 +63,7 @@ def run(
     """
     from shaketable.study.file import load_study
 
-    chosen = _workers(workers) | ({"address": address} if address is not None else {})
-    asked = load_study(file, [*(replaced or ()), *(f"engine.{key}={value}" for key, value in chosen.items())])
+    asked = load_study(file, [*(replaced or ()), *_workers(workers)])
     outputs = OutputFiles(json_file, report_file, reads=[file], force=force)
     _check_code(asked, file, allow_code)
     if dry_run:
@@ -90,14 +89,14 @@ def run(
     raise typer.Exit(1 if failed else 0)
 
 
-def _workers(text: str | None) -> dict[str, str]:
-    """The keys of `engine` in `local`, `ray`, `4` or `ray:4`."""
+def _workers(text: str | None) -> list[str]:
+    """What `local`, `ray`, `4` or `ray:4` sets in a study."""
     if text is None:
-        return {}
-    kind, _, count = ("", "", text) if text.isdigit() else text.partition(":")
-    if kind not in ("", "local", "ray") or (count and not (count.isdigit() and int(count) > 0)):
+        return []
+    found = re.fullmatch(r"(local|ray)?:?([1-9]\d*)?", text)
+    if not text or found is None:
         raise ShaketableError(f"--workers {text}: write local, ray, the number of runs at a time, or both: ray:8")
-    return ({"kind": kind} if kind else {}) | ({"workers": count} if count else {})
+    return [f"engine.{key}={value}" for key, value in zip(("kind", "workers"), found.groups(), strict=True) if value]
 
 
 def _check_code(asked: StudyConfig, file: Path, allowed: bool) -> None:

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import HEAVY_HEAD
-from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.recorded_runs import RecordedRuns
-from shaketable.cli.terminal import console, progress_bar, say
+from shaketable.cli.terminal import console, plain, print_table, progress_bar, say, table_of
 from shaketable.cli.verb import ForceOption, HtmlOption, JsonOption, ResumeOption, RunFolderOption, options_of
 from shaketable.errors import ShaketableError
 from shaketable.evaluate.sweep.config import SweepConfig
@@ -127,13 +124,7 @@ def _show(record: RunRecord, outputs: OutputFiles, png_file: Path | None) -> Non
 def _print(found: Facts, files: list[Path]) -> None:
     """The table, the sentences, the notes, and which files were written."""
     out = console()
-    table: RenderableType = _table(found)
-    wide = out.measure(table, options=out.options.update(max_width=1000)).maximum
-    if not out.is_terminal:
-        out.width = max(out.width, wide)
-    elif wide > out.width:
-        table = Group(*(_table(found, model) for model in found["config"]["models"]))
-    out.print(table)
+    print_table(out, _table(found))
     say(out, *(_sentence(found, point) for point in found["points"] if point["magnitude"] != 0))
     say(out, *(f"note: {n}" for n in found["notes"]), *(f"wrote {f}" for f in files), f"recorded in {found['folder']}")
 
@@ -144,11 +135,13 @@ def _page(found: Facts) -> str:
     config, faulty = found["config"], [p for p in found["points"] if p["magnitude"] != 0]
     shown = [p for p in faulty if p["distinguishable"]]
     sentence = f"{len(shown)} of {len(faulty)} faulty points can be told from clean."
-    plan = config["plan"] if isinstance(config["plan"], str) else f"{len(config['plan'])} plans, compared below"
-    facts = {"plan": plan, "task": config["task"], "problems": str(config["n"]), "engine": config["engine"]}
+    facts = {"plan": _plans(config), "task": config["task"], "problems": str(config["n"]), "engine": config["engine"]}
     lines = [*(_sentence(found, p) for p in faulty), *found["notes"]]
-    tables = [("Points", _table(found))]
-    return page("sweep", ", ".join(config["models"]), "CURVE", sentence, tables, facts=facts, lines=lines)
+    return page("sweep", ", ".join(config["models"]), "CURVE", sentence, [("Points", _table(found))], facts=facts, lines=lines)
+
+
+def _plans(config: Facts) -> str:
+    return config["plan"] if isinstance(config["plan"], str) else f"{len(config['plan'])} plans"
 
 
 def _sentence(found: Facts, point: Facts) -> str:
@@ -156,33 +149,16 @@ def _sentence(found: Facts, point: Facts) -> str:
     return f"{where}: {point['sentence']}{_loss(point)}"
 
 
-def _table(found: Facts, model: str | None = None) -> Table:
-    """One row per point; on a narrow screen one model without frames, and with intervals on lines of their own."""
-    narrow = model is not None
-    points = [p for p in found["points"] if model in (None, p["model"])]
-    title = f"{model}, {_title(found)}" if narrow else _title(found)
-    table = Table(title=Text(title), title_justify="left", title_style="", box=None if narrow else HEAVY_HEAD)
-    table.pad_edge = not narrow
+def _table(found: Facts) -> Table:
+    """One row per point."""
+    config, points = found["config"], found["points"]
     columns = {name: cell for name, cell in COLUMNS.items() if name != "loss" or "loss" in points[0]}
-    if not narrow:
-        table.add_column("model", overflow="fold")
-    several = isinstance(found["config"]["plan"], list)
-    for name in columns:
-        head = "plan" if several and name == "magnitude" else SHORT.get(name, name) if narrow else name
-        table.add_column(head, justify="right", overflow="fold")
-    for point, after in zip(points, [*points[1:], None], strict=True):
-        cells = [cell(point) for cell in columns.values()]
-        if narrow:  # a plan breaks before its site, an estimate before its interval
-            cells = [cell.replace(" (", "\n(").replace("@", "\n@") for cell in cells]
-        style, last = "bold" if point["distinguishable"] else "", after is None or after["model"] != point["model"]
-        table.add_row(*([] if narrow else [Text(point["model"])]), *cells, style=style, end_section=last)
+    title = f"{_plans(config)}; {config['task']}, n = {config['n']}, {max(len(p['seeds']) for p in points)} noise seeds"
+    table = table_of("model", list(columns), plain(title))
+    for point in points:
+        cells = (plain(cell(point)) for cell in columns.values())
+        table.add_row(plain(point["model"]), *cells, style="bold" if point["distinguishable"] else "")
     return table
-
-
-def _title(found: Facts) -> str:
-    config, runs = found["config"], max((len(p["seeds"]) for p in found["points"]), default=1)
-    plan = config["plan"] if isinstance(config["plan"], str) else f"{len(config['plan'])} plans"
-    return f"{plan}\n{config['task']}, n = {config['n']}, {runs} noise seed{'s' * (runs > 1)}"
 
 
 def _loss(point: Facts) -> str:
@@ -214,7 +190,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 COLUMNS: dict[str, Callable[[Facts], str]] = {
-    "magnitude": lambda p: str(p["name"]),
+    "point": lambda p: str(p["name"]),
     "accuracy (95 %)": _accuracy,
     "loss": lambda p: _number(p["loss"], ".3f"),
     "difference (95 %)": lambda p: "" if p["magnitude"] == 0 else _difference(p),
@@ -224,5 +200,3 @@ COLUMNS: dict[str, Callable[[Facts], str]] = {
     "measured error": lambda p: "" if p["magnitude"] == 0 else f"{p['measured_error']:.3g}",
     "injections": lambda p: "" if p["magnitude"] == 0 else f"{p['injections']:,}",
 }
-SHORT = {"magnitude": "at", "accuracy (95 %)": "accuracy", "difference (95 %)": "difference", "p (Holm)": "p"}
-SHORT |= {"measured error": "error", "injections": "fired"}

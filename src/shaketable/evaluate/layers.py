@@ -28,7 +28,7 @@ from shaketable.faults.sums import with_float64
 from shaketable.inject import Ledger, inject
 from shaketable.inject.attach import forget_compiled
 from shaketable.ledger.ledger import Measured
-from shaketable.plan import Clause, Plan
+from shaketable.plan import Plan
 from shaketable.sites.match import targets
 from shaketable.sites.phases import phase
 from shaketable.sites.structure import Anatomy, find_layers
@@ -58,8 +58,6 @@ class LayerReading:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """What was read, clean or under a plan."""
-
     loss: float
     """Mean cross entropy of a completion's token, in nats."""
     tokens: int
@@ -206,8 +204,6 @@ def skip_layers(model: Any, skipped: Sequence[int]) -> None:
 
 
 class _HandOn:
-    """In place of a layer's forward."""
-
     def __init__(self, size: int | None) -> None:
         self.size = size
         """Of the tuple that the layer returned; None where it returned a tensor."""
@@ -217,19 +213,15 @@ class _HandOn:
 
 
 def without(plan: Plan, skipped: Collection[int], model: nn.Module) -> Plan | None:
-    """What is left of a plan on a model that does without some layers; None when nothing is."""
-    anatomy = Anatomy.of(model)
-    clauses = tuple(kept for clause in plan.clauses if (kept := _elsewhere(clause, skipped, anatomy)) is not None)
-    return plan.model_copy(update={"clauses": clauses}) if clauses else None
-
-
-def _elsewhere(clause: Clause, skipped: Collection[int], anatomy: Anatomy) -> Clause | None:
-    if clause.site.level == "op":
-        return None if clause.site.layers is not None and set(clause.site.layers) <= set(skipped) else clause
-    hit = {target.part.layer for target in targets(clause, anatomy)}
-    if hit <= set(skipped):
-        return None
-    if clause.site.level != "layer" or not hit & set(skipped):
-        return clause
-    names = tuple(str(layer) for layer in sorted(layer for layer in hit if layer is not None) if layer not in skipped)
-    return clause.model_copy(update={"site": clause.site.model_copy(update={"names": names})})
+    """A plan without the clauses that hit skipped layers alone; None when none is left."""
+    anatomy, kept = Anatomy.of(model), []
+    for clause in plan.clauses:
+        if clause.site.level == "op":
+            hit: set[int | None] = {None} if clause.site.layers is None else set(clause.site.layers)
+        else:
+            hit = {target.part.layer for target in targets(clause, anatomy)}
+        if clause.site.level == "layer" and 0 < len(hit & set(skipped)) < len(hit):
+            raise ShaketableError(f"{clause.text()} names skipped layers and others: write a clause for the others")
+        if not hit <= set(skipped):
+            kept.append(clause)
+    return plan.model_copy(update={"clauses": tuple(kept)}) if kept else None

@@ -50,7 +50,6 @@ class Condition:
         return cls(name, None if plan is None else in_phases(plan, ()))
 
     def to_dict(self) -> dict[str, Any]:
-        """For run records."""
         return {"name": self.name, "plan": self.plan and self.plan.text(), "plan_seed": self.plan and self.plan.seed}
 
 
@@ -73,7 +72,6 @@ class Answer:
     """Of the right answer, or of the text, in nats per token, where it was read; not finite where the model is broken."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For run records; without a loss where none was read."""
         loss = {} if self.loss is None else {"loss": finite(self.loss)}
         return {"id": self.id, "text": self.text, "correct": self.correct, "formatted": self.formatted, **loss}
 
@@ -93,17 +91,14 @@ class Evaluation:
 
     @property
     def n(self) -> int:
-        """Problems."""
         return len(self.answers)
 
     @property
     def accuracy(self) -> float:
-        """Share of right answers."""
         return sum(a.correct for a in self.answers) / self.n
 
     @property
     def formatted(self) -> float:
-        """Share of answers in the form that was asked for."""
         return sum(a.formatted for a in self.answers) / self.n
 
     @property
@@ -119,11 +114,9 @@ class Evaluation:
 
     @property
     def tokens(self) -> int:
-        """Tokens written, or read."""
         return sum(len(c.tokens) for c in self.completions)
 
     def summary(self) -> dict[str, Any]:
-        """The score without its answers."""
         low, high = self.interval.low, self.interval.high
         scores = {"accuracy": self.accuracy, "ci_low": low, "ci_high": high, "n": self.n, "formatted": self.formatted}
         loss = {} if self.loss is None else {"loss": finite(self.loss)}
@@ -131,7 +124,6 @@ class Evaluation:
         return {**self.condition.to_dict(), **scores, **loss, **proof_of(self.ledger), **spent}
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for the run record."""
         answers = [a.to_dict() for a in self.answers]
         return {**self.summary(), "answers": answers, "ledger": self.ledger and self.ledger.to_dict()}
 
@@ -286,14 +278,12 @@ def reading_batch(model: Any, sequences: Sequence[Sequence[int]]) -> int:
 
 
 def scored(tokenizer: Any, task: Task, problem: Problem, completion: Completion) -> Answer:
-    """A completion as text and with its score."""
     text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
     score = score_of(task, problem, text)
     return Answer(problem.id, text, score.correct, score.formatted)
 
 
 def prompt_tokens(tokenizer: Any, task: Task, problem: Problem) -> list[int]:
-    """The tokens of a problem's prompt."""
     return tokens_of(tokenizer, task.prompt(problem, chat=tokenizer.chat_template is not None))
 
 

@@ -18,10 +18,9 @@ from scipy import optimize, stats
 from shaketable.errors import ShaketableError
 
 Array = NDArray[np.float64]
-ONE_RUN = "this speaks of one training run only"
 LEVEL, POWER = 0.95, 0.8
-DISCORDANCE = 0.25
-"""Share of problems on which two arms are assumed to disagree before there are scores."""
+DISCORDANCE, SEED_SD = 0.25, 0.01
+"""Assumed before there are scores: the share of problems on which two arms disagree, and the spread over training seeds."""
 FARTHEST = 64.0
 """Shares beyond this are reported as infinite."""
 
@@ -39,10 +38,6 @@ class Interval:
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
 
-    def to_dict(self) -> dict[str, float]:
-        """For JSON."""
-        return {"low": self.low, "high": self.high}
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -59,11 +54,6 @@ class Comparison:
     """What the difference was averaged over, in words."""
     detectable: float | None
     """Smallest true difference that this design sees with 80 % power; None when there is none."""
-    problems: int
-    seeds: tuple[int, int]
-    """Seeds in arm a and in arm b."""
-    note: str = ""
-    """What the comparison does not speak of."""
     adjusted: float | None = None
     """p after Holm's correction, when it was one of several comparisons."""
 
@@ -74,23 +64,16 @@ class Comparison:
         return p <= 1 - LEVEL + 1e-12
 
     def sentence(self) -> str:
-        """All of it for people, in one sentence."""
         low, high = points(self.interval.low), points(self.interval.high)
         p = _p(self.p) if self.adjusted is None else f"{_p(self.p)}, after Holm {_p(self.adjusted)}"
         facts = f"{points(self.difference)} points (95 % CI {low} to {high}, {p}, {self.over})"
-        verdict = "distinguishable from none" if self.distinguishable else f"not distinguishable; {self._reach()}"
-        return f"{facts}: {verdict}" + (f"; {self.note}" if self.note else "")
-
-    def _reach(self) -> str:
-        design = "this n and these seeds" if max(self.seeds) > 1 else "this n"
-        if self.detectable is None:
-            return f"with {design} no difference can be seen"
-        return f"with {design} a difference of {100 * self.detectable:.1f} points can be seen"
+        if self.distinguishable:
+            return f"{facts}: distinguishable from none"
+        least = "no difference" if self.detectable is None else f"a difference of {100 * self.detectable:.1f} points"
+        return f"{facts}: not distinguishable; this design can see {least}"
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it for JSON."""
-        verdict = {"distinguishable": self.distinguishable, "sentence": self.sentence()}
-        return {**asdict(self), "seeds": list(self.seeds), **verdict}
+        return {**asdict(self), "distinguishable": self.distinguishable, "sentence": self.sentence()}
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -132,6 +115,15 @@ def wilson(rate: float, n: int) -> Interval:
     return Interval(low if rate > 0 else 0.0, high if rate < 1 else 1.0)
 
 
+def mean_interval(values: ArrayLike) -> Interval:
+    """Student's t interval of a mean; no width where there is no spread."""
+    found = np.asarray(values, dtype=np.float64)
+    if np.ptp(found) == 0:
+        return Interval(float(found[0]), float(found[0]))
+    low, high = stats.t.interval(LEVEL, len(found) - 1, found.mean(), stats.sem(found))
+    return Interval(float(low), float(high))
+
+
 def mcnemar(a: ArrayLike, b: ArrayLike) -> float:
     """Exact two-sided p of two 0/1 vectors over the same problems: a sign test of those on which they disagree."""
     d = np.subtract(a, b)
@@ -154,20 +146,18 @@ def paired(a: ArrayLike, b: ArrayLike, *, seed: int = 0, level: float = LEVEL) -
     d = _rounded(second.mean(1) - first.mean(1))
     if _binary(first, second):
         p, test = mcnemar(first, second), "exact McNemar"
-        reach = mcnemar_detectable(len(d), float(np.mean(d != 0)), level=level)
     else:
         p, test = sign_flip(d, seed=seed), "sign-flip permutation"
-        reach = sign_flip_detectable(d, level=level)
-    seeds = first.shape[1], second.shape[1]
     method = f"{test}; t interval with two pseudo-problems"
-    return Comparison(float(d.mean()), paired_interval(d), p, method, _over(len(d), seeds), reach, len(d), seeds)
+    seeds = max(first.shape[1], second.shape[1])
+    over = f"paired over {len(d)} problems" + (f", {seeds} noise seeds" if seeds > 1 else "")
+    return Comparison(float(d.mean()), paired_interval(d), p, method, over, sign_flip_detectable(d, level=level))
 
 
 def paired_interval(differences: ArrayLike) -> Interval:
     """Of a mean difference per problem: Student's t, with one pseudo-win for either side."""
-    more = _with_pseudo_wins(np.asarray(differences, dtype=np.float64))
-    low, high = stats.t.interval(LEVEL, len(more) - 1, more.mean(), stats.sem(more))
-    return Interval(max(float(low), -1.0), min(float(high), 1.0))
+    found = mean_interval(_with_pseudo_wins(np.asarray(differences, dtype=np.float64)))
+    return Interval(max(found.low, -1.0), min(found.high, 1.0))
 
 
 def _with_pseudo_wins(d: Array) -> Array:
@@ -200,11 +190,8 @@ def over_seeds(a: ArrayLike, b: ArrayLike, *, level: float = LEVEL) -> Compariso
         raise ShaketableError(f"the arms have other seeds or problems: {first.shape} and {second.shape}")
     d = _rounded(second - first)
     seeds, n = d.shape
-    if seeds == 1:
-        return replace(paired(first.T, second.T, level=level), note=ONE_RUN)
-    if n == 1 or np.ptp(d) == 0:
-        found = paired(first.T, second.T, level=level)
-        return replace(found, method=f"no spread between the training seeds, so over problems: {found.method}")
+    if seeds == 1 or n == 1 or np.ptp(d) == 0:
+        return paired(first.T, second.T, level=level)
     squares, difference = MeanSquares.of(d), float(d.mean())
     se, freedom = math.sqrt(squares.variance), squares.freedom
     p = 2 * float(stats.t.sf(abs(difference) / se, freedom))
@@ -216,14 +203,7 @@ def over_seeds(a: ArrayLike, b: ArrayLike, *, level: float = LEVEL) -> Compariso
         f"crossed random effects of seeds and problems, t with {freedom:.3g} degrees of freedom",
         f"paired over {seeds} training seeds × {n} problems",
         t_detectable(se, freedom, level=level),
-        n,
-        (seeds, seeds),
     )
-
-
-def _over(n: int, seeds: tuple[int, int]) -> str:
-    runs = f"{seeds[0]}" if seeds[0] == seeds[1] else f"{seeds[0]} and {seeds[1]}"
-    return f"paired over {n} problem{'s' * (n > 1)}" + (f", {runs} seeds each" if max(seeds) > 1 else "")
 
 
 def _per_problem(scores: ArrayLike) -> Array:
@@ -256,18 +236,12 @@ class MeanSquares:
 
     @classmethod
     def of(cls, table: Array) -> MeanSquares:
-        """From a table (seeds, problems)."""
         seeds, problems = table.shape
         mean, rows, columns = table.mean(), table.mean(1, keepdims=True), table.mean(0, keepdims=True)
         by_seed = problems * ((rows - mean) ** 2).sum() / (seeds - 1)
         by_problem = seeds * ((columns - mean) ** 2).sum() / (problems - 1)
         rest = ((table - rows - columns + mean) ** 2).sum() / ((seeds - 1) * (problems - 1))
         return cls(float(by_seed), float(by_problem), float(rest), seeds, problems)
-
-    @classmethod
-    def expected(cls, seeds: int, problems: int, *, seed: float, problem: float, rest: float) -> MeanSquares:
-        """From the variances of the three effects: what a study would find on average."""
-        return cls(problems * seed + rest, seeds * problem + rest, rest, seeds, problems)
 
     @property
     def variance(self) -> float:
@@ -283,82 +257,48 @@ class MeanSquares:
         spread = a**2 / s + b**2 / n + self.rest**2 / (s * n)
         return max((a + b - self.rest) ** 2 / spread, float(min(s, n)))
 
-    @property
-    def seed_sd(self) -> float:
-        """Standard deviation of the true difference over training seeds."""
-        return math.sqrt(max(self.by_seed - self.rest, 0.0) / self.problems)
-
 
 # ---- power
 
 
-def detectable(
-    problems: int, *, discordance: float = DISCORDANCE, seeds: int = 1, seed_sd: float = 0.0, shared: float = 0.5
-) -> float | None:
-    """The smallest difference a planned comparison would see; None when there is none.
+def planned_detectable(problems: int, seeds: int) -> float | None:
+    """The smallest difference that a planned comparison of two or more seeds would see, before there are scores.
 
-    Args:
-        problems: How many problems both arms answer.
-        discordance: Share of problems on which two runs disagree.
-        seeds: Training seeds of each arm. One speaks of that one run only, and `seed_sd` does not enter.
-        seed_sd: Standard deviation, over training seeds, of the true difference (0.01 is one point).
-        shared: How much of the disagreement is on the same problems under every seed, and is not averaged away by more of
-            them. With four seeds or more, 1 is the cautious end; 0 means that each seed disagrees independently.
+    It assumes that two runs disagree on a quarter of the problems, half of these the same under every seed, and that the true
+    difference has a standard deviation of one point over seeds.
     """
-    if seeds == 1:
-        return mcnemar_detectable(problems, discordance)
-    if problems == 1:
-        return t_detectable(seed_sd / math.sqrt(seeds), seeds - 1)
-    parts = {"seed": seed_sd**2, "problem": shared * discordance, "rest": (1 - shared) * discordance}
-    squares = MeanSquares.expected(seeds, problems, **parts)
+    if problems < 2:
+        return None
+    half = DISCORDANCE / 2
+    squares = MeanSquares(problems * SEED_SD**2 + half, seeds * half + half, half, seeds, problems)
     return t_detectable(math.sqrt(squares.variance), squares.freedom)
 
 
-def mcnemar_detectable(problems: int, discordance: float, *, level: float = LEVEL) -> float | None:
-    """The smallest difference that the exact McNemar test sees. None with fewer than six problems at 5 %."""
-
-    def short(difference: float) -> float:
-        return mcnemar_power(problems, max(discordance, difference), difference, level=level) - POWER
-
-    return float(optimize.brentq(short, 0.0, 1.0, xtol=1e-6)) if short(1.0) >= 0 else None
-
-
-def mcnemar_power(problems: int, discordance: float, difference: float, *, level: float = LEVEL) -> float:
-    """Probability that the exact two-sided McNemar test rejects."""
-    if discordance < 1e-12:
-        return 0.0
-    m = np.arange(problems + 1)
-    tail = (1 - level) / 2
-    fewest = stats.binom.ppf(tail, m, 0.5)
-    fewest = np.where(stats.binom.cdf(fewest, m, 0.5) > tail + 1e-12, fewest - 1, fewest)
-    wins = (1 + difference / discordance) / 2
-    rejects = stats.binom.cdf(fewest, m, 1 - wins) + stats.binom.cdf(fewest, m, wins)
-    return float(np.sum(stats.binom.pmf(m, problems, discordance) * rejects))
-
-
-def t_detectable(se: float, freedom: float, *, level: float = LEVEL) -> float | None:
-    """The smallest difference that a two-sided t-test of that standard error sees; None when it is beyond 100 points."""
+def t_detectable(se: float, freedom: float, *, level: float = LEVEL, largest: float = 1.0) -> float | None:
+    """The smallest difference that a two-sided t-test of that standard error sees; None beyond the largest there can be."""
     edge = stats.t.isf((1 - level) / 2, freedom)
 
     def short(noncentrality: float) -> float:
         return float(stats.nct.sf(edge, freedom, noncentrality)) - POWER
 
     found = se * float(optimize.brentq(short, 0.0, 10 * edge + 10, xtol=1e-6))
-    return found if found <= 1 else None
+    return found if found <= largest else None
 
 
 def sign_flip_detectable(differences: Array, *, level: float = LEVEL) -> float | None:
-    """The smallest mean difference that a sign-flip test sees, given the spread of the differences per problem.
+    """The smallest mean difference that a sign-flip or McNemar test sees, given the spread of the differences per problem.
 
-    Student's t approximates it, too hopefully when few problems differ: a test of signs needs enough of them to reject at all.
+    By Student's t with a correction for continuity, and never less than exact tests need: some problems must differ, all in one
+    direction, before they can reject at all. None where there are fewer problems than that (six at 5 %).
     """
     n, moved = len(differences), np.abs(differences[differences != 0])
-    floor = mcnemar_detectable(n, 0.0, level=level)
-    if floor is None:
+    fewest = math.ceil(math.log2(2 / (1 - level)) - 1e-9)
+    if n < fewest:
         return None
-    floor *= float(moved.mean()) if len(moved) else 1.0
+    size = float(moved.mean()) if len(moved) else 1.0
+    floor = size * float(stats.beta.ppf(POWER, fewest, n - fewest + 1))
     smooth = t_detectable(float(differences.std(ddof=1)) / math.sqrt(n), n - 1, level=level)
-    return None if smooth is None else max(floor, smooth)
+    return None if smooth is None else max(floor, smooth + size / n if len(moved) else 0.0)
 
 
 # ---- recovered shares
@@ -378,15 +318,12 @@ class Recovered:
     problems: int
 
     def sentence(self) -> str:
-        """For people."""
         low, high = (_percent(end) for end in (self.interval.low, self.interval.high))
-        came = f"of the {100 * self.taken:.1f} points that the fault costs, {_points(self.returned)} were recovered"
+        came = f"of the {100 * self.taken:.1f} points that the fault costs, {points(self.returned).lstrip('+')} were recovered"
         return f"{came}: {_percent(self.share)} (95 % CI {low} to {high})"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        numbers = {"share": self.share, "interval": self.interval.to_dict(), "taken": self.taken, "returned": self.returned}
-        return {**numbers, "seeds": self.seeds, "problems": self.problems, "sentence": self.sentence()}
+        return {**asdict(self), "sentence": self.sentence()}
 
 
 def share_recovered(before: ArrayLike, after: ArrayLike, clean: ArrayLike) -> Recovered:
@@ -439,7 +376,3 @@ def _percent(share: float) -> str:
     if math.isinf(share):
         return "∞" if share > 0 else "−∞"
     return f"{round(100 * share)} %".replace("-", "−")
-
-
-def _points(fraction: float) -> str:
-    return f"{100 * fraction:.1f}".replace("-", "−")

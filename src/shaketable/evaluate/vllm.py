@@ -64,14 +64,13 @@ class VllmEvaluator:
         from shaketable.integrations.vllm import connect, options
 
         try:
-            llm = LLM(self.path, enforce_eager=True, **{**arguments, **options(Condition.of("", plan).plan)})
+            llm = LLM(self.path, enforce_eager=True, **options(Condition.of("", plan).plan), **arguments)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ShaketableError(f"vLLM could not start {self.path}: {reason}") from error
         return llm, connect(llm)
 
     def facts(self) -> dict[str, Any]:
-        """The model, for the record."""
         return {
             "class": type(self.skeleton).__name__,
             "parameters": sum(p.numel() for p in self.skeleton.parameters()),

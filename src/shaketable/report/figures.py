@@ -3,7 +3,7 @@
 An arm has one colour and one dash in every figure: the seven colours of Okabe and Ito without yellow, which keep apart under
 every common colour blindness, and five dashes.
 
-**Curves.** A long run has more steps than a figure has pixels. Steps are then put into at most 120 bins: the line is the mean
+**Curves.** A long run has more steps than a figure has pixels. Steps are then put into at most 60 bins: the line is the mean
 of a bin, the band runs from its least to its greatest value, and the caption says so; thinning would drop the step that broke.
 A missing value interrupts a line. The scale is logarithmic where all values are positive and spread over two decades.
 
@@ -17,7 +17,6 @@ paper; a cell without a value is striped. Cells of one shade are one path: a pag
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from shaketable.report.wording import MARKS, amount, finite, known, number, signed, spans
+from shaketable.report.wording import amount, finite, known, number, signed, with_interval
 from shaketable.study.analysis.results import ArmScore, ComparisonResult
 
 COLORS = 7
@@ -33,7 +32,6 @@ DASHES = ("", "7 3", "2 2.5", "9 3 2 3", "4 2")
 
 
 def joined(parts: Iterable[Markup]) -> Markup:
-    """Pieces of a drawing as one."""
     return Markup("").join(parts)
 
 
@@ -115,10 +113,8 @@ def needs_log(values: Iterable[Any], ratio: float = 100.0) -> bool:
 # ---- curves
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 196, 46, 14, 10, 26
-BINS, FEWEST = 120, 8
-"""Of a line; fewer than the most where there are more lines than `CROWD`."""
-CROWD = 6
-"""More lines than this have fewer bins; their bands are paler, and not told."""
+BINS, FEW = 60, 6
+"""The most bins of a line, and the most lines whose bands are told."""
 
 
 class Point(NamedTuple):
@@ -132,8 +128,6 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """One arm's values in one figure."""
-
     arm: int
     name: str
     points: Sequence[Point]
@@ -151,7 +145,7 @@ class Drawing:
 def curves(title: str, lines: Sequence[Line], unit: str = "", x_name: str = "step") -> Drawing:
     """Lines with their bands over steps, or over another quantity."""
     longest = max(len(line.points) for line in lines)
-    per_bin = max(1, math.ceil(longest / max(FEWEST, min(BINS, BINS * CROWD // len(lines)))))
+    per_bin = math.ceil(longest / BINS)
     lines = [Line(line.arm, line.name, _binned(line.points, per_bin)) for line in lines]
     log = needs_log(p.mean for line in lines for p in line.points)
     y = Scale.over((v for line in lines for p in line.points for v in p[1:]), HEIGHT - BOTTOM, TOP, log=log, margin=0.06)
@@ -161,9 +155,8 @@ def curves(title: str, lines: Sequence[Line], unit: str = "", x_name: str = "ste
     told = [f"{name} from {amount(v[0], unit)} to {amount(v[-1], unit)}" for name, v in ends if v]
     label = f"{title} over {x_name}s: " + ("; ".join(told) or "no value can be drawn")
     parts = [_axes(x, y, unit, x_name), *(_line(line, x, y) for line in lines), *_columns(lines, places, x, unit, x_name)]
-    svg = '<svg class="plot{}" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
-    crowd = " crowd" if len(lines) > CROWD else ""
-    return Drawing(Markup(svg).format(crowd, WIDTH, HEIGHT, label, joined(parts)), log, per_bin)
+    svg = '<svg class="plot" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
+    return Drawing(Markup(svg).format(WIDTH, HEIGHT, label, joined(parts)), log, per_bin)
 
 
 def _binned(points: Sequence[Point], size: int) -> Sequence[Point]:
@@ -219,7 +212,7 @@ def _columns(lines: Sequence[Line], places: Sequence[float], x: Scale, unit: str
     for place, left, right in zip(places, edges, edges[1:], strict=False):
         rows = [f"{x_name} {number(place)}"]
         for name, p in ((name, points[place]) for name, points in at if place in points):
-            banded = len(lines) <= CROWD and finite(p.low) and finite(p.high) and p.low < p.high
+            banded = len(lines) <= FEW and finite(p.low) and finite(p.high) and p.low < p.high
             band = f" ({amount(p.low, unit)} to {amount(p.high, unit)})" if banded else ""
             rows.append(f"{name}: {amount(p.mean, unit)}{band}")
         ends = (left, TOP, right - left, HEIGHT - TOP - BOTTOM, x(place), TOP, HEIGHT - BOTTOM)
@@ -253,7 +246,6 @@ def forest_scale(comparisons: Iterable[ComparisonResult]) -> Scale:
 
 
 def forest_row(c: ComparisonResult, x: Scale) -> Markup:
-    """One comparison as a strip."""
     line = Markup('<rect class="{}" x="{:.2f}%"/>')
     parts = [*(line.format("", x(t)) for t in x.ticks(6) if t), line.format("zero", x(0.0))]
     texts = [told(c)]
@@ -279,13 +271,10 @@ def forest_row(c: ComparisonResult, x: Scale) -> Markup:
 
 
 def told(c: ComparisonResult) -> str:
-    """+1.8 (−0.4 to +4.1) points."""
-    ends = (signed(value, c.scale, c.unit) for value in (c.difference, c.ci_low, c.ci_high))
-    return "{} ({} to {}) {}".format(*ends, c.unit).strip()
+    return f"{with_interval(c.difference, c.ci_low, c.ci_high, c.scale, c.unit)} {c.unit}".strip()
 
 
 def forest_axis(x: Scale, unit: str) -> Markup:
-    """The numbers under the rows."""
     text = Markup('<text x="{:.2f}%" y="12">{}</text>')
     marks = joined(text.format(x(t), ("+" if t > 0 else "") + tick(t)) for t in x.ticks(6))
     return Markup('<svg class="forest-axis" role="img" aria-label="axis in {}">{}</svg>').format(unit or "units", marks)
@@ -307,12 +296,7 @@ def seed_strip(score: ArmScore, arm: int, x: Scale) -> Markup:
     if finite(score.ci_low) and finite(score.ci_high):
         parts.append(line.format("ci", x(score.ci_low), x(score.ci_high), 19, 19))
     parts += [line.format(kind, x(v), x(v), 14, 24) for kind, v in (("before", score.first), ("mean", score.mean)) if finite(v)]
-    piled: Counter[int] = Counter()
-    for point in score.per_seed:
-        if finite(point.value):
-            at = x(point.value)
-            parts.append(Markup('<circle cx="{:.1f}%" cy="{}"/>').format(at, 11 - 3 * min(piled[round(at / 4)], 3)))
-            piled[round(at / 4)] += 1
+    parts += [Markup('<circle cx="{:.1f}%" cy="11"/>').format(x(p.value)) for p in score.per_seed if finite(p.value)]
     texts = [f"seed {p.seed}: {amount(p.value, score.unit)}" for p in score.per_seed]
     texts += [f"before training: {amount(score.first, score.unit)}"] if finite(score.first) else []
     label = f"mean {amount(score.mean, score.unit)}; " + "; ".join(texts)
@@ -341,50 +325,27 @@ def shades(values: Sequence[Any]) -> Scale:
 
 
 def value_row(name: str, layers: Sequence[int], values: Sequence[Any], scale: Scale) -> HeatmapRow:
-    """A row of shades."""
     classes: dict[str, list[int]] = {}
     for i, value in enumerate(values):
         classes.setdefault(f"q{int(scale(value))}" if scale.draws(value) else "none", []).append(i)
     path = Markup('<path class="{}" d="{}"/>')
-    cells = {kind: "".join(f"M{first} 0h{last - first + 1}" for first, last in spans(at)) for kind, at in classes.items()}
-    paths = joined(path.format(kind, cells[kind]) for kind in sorted(cells))
+    paths = joined(path.format(kind, "".join(f"M{i} 0h1" for i in classes[kind])) for kind in sorted(classes))
     seen = known(values)
     low, high = (number(end(seen)) if seen else "–" for end in (min, max))
     label = f"{name} over {len(layers)} layers, from {low} to {high}"
     told = [f"{layer}: {number(value)}" for layer, value in zip(layers, values, strict=True)]
     head = '<svg class="row heat" viewBox="0 -.5 {} 1" preserveAspectRatio="none" role="img" aria-label="{}" data-name="{}">'
-    svg = Markup(head + "{}{}</svg>").format(len(layers), label, name, paths, _cells(name, told))
+    svg = Markup(head + "{}<title>{}\n{}</title></svg>").format(len(layers), label, name, paths, name, "; ".join(told))
     return HeatmapRow(name, svg, low, high)
 
 
-def status_row(name: str, layers: Sequence[int], results: Sequence[str | None]) -> HeatmapRow:
-    """A row of results; whatever is not a pass carries its mark."""
-    width = 100 / max(len(layers), 1)
-    cell = Markup('<rect class="s-{}" x="{:.3f}%" width="{:.3f}%" height="100%"/>')
-    sign = Markup('<text class="s-{}" x="{:.2f}%" y="14">{}</text>')
-    states = [r if r in MARKS else "absent" for r in (str(r) for r in results)]
-    cells = [cell.format(s, i * width, width * 0.94) for i, s in enumerate(states) if s != "absent"]
-    marked = [(i, s) for i, s in enumerate(states) if s not in ("pass", "absent", "skipped")]
-    signs = [sign.format(s, (i + 0.5) * width, MARKS[s]) for i, s in marked]
-    odd = "; ".join(f"{s} at layer {layers[i]}" for i, s in marked) or "no layer stands out"
-    label = f"{name} over {len(layers)} layers: {odd}"
-    told = [f"{layer}: {state}" for layer, state in zip(layers, states, strict=True)]
-    svg = '<svg class="row status" role="img" aria-label="{}" data-name="{}">{}{}</svg>'
-    return HeatmapRow(name, Markup(svg).format(label, name, joined(cells + signs), _cells(name, told)))
-
-
-def _cells(name: str, told: Sequence[str]) -> Markup:
-    """What the row says when pointed at: all of its cells. The page's script shows the one under the pointer."""
-    return Markup("<title>{}\n{}</title>").format(name, "; ".join(told))
-
-
-def layer_axis(layers: Sequence[int], marked: Sequence[int] = ()) -> Markup:
+def layer_axis(layers: Sequence[int], marked: Sequence[int | None] = ()) -> Markup:
     """Numbers of layers under the rows; a marked layer has a triangle."""
     every = max(1, -(-len(layers) // 10))
     text = Markup('<text class="{}" x="{:.2f}%" y="12">{}</text>')
     place = {layer: 100 * (i + 0.5) / len(layers) for i, layer in enumerate(layers)}
     signs = [text.format("blamed", place[n], f"▲{n}") for n in marked if n in place]
-    free = [n for n in layers[::every] if all(abs(place[n] - place[m]) > 100 / 26 for m in marked if m in place)]
+    free = [n for n in layers[::every] if all(abs(place[n] - place[m]) > 4 for m in marked if m in place)]
     label = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers"
     names = [text.format("", place[n], n) for n in free]
     return Markup('<svg class="row-axis" role="img" aria-label="{}">{}</svg>').format(label, joined(names + signs))

@@ -10,8 +10,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
+from shaketable.report.render import render
 from shaketable.report.wording import MARKS, PROBES, STATUS_OF, finite, number, ranges
 
 MEANING = {
@@ -32,10 +31,9 @@ JUDGED_BY = {
 def page(diagnosis: dict[str, Any]) -> str:
     """The self-contained HTML page of a diagnosis (the object that `shaketable locate --json` writes)."""
     layers = [row for row in diagnosis["probes"] if row["layer"] is not None]
-    loader = PackageLoader("shaketable.report", ".")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "exact": exact, "score": score, "day": day, "ranges": ranges}
-    return environment.get_template("locate.html.jinja").render(
+    return render(
+        "locate.html.jinja",
+        {"number": number, "exact": exact, "score": score, "day": day, "ranges": ranges},
         d=diagnosis,
         status=STATUS_OF[diagnosis["verdict"]],
         says=_says(diagnosis),

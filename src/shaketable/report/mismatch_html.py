@@ -6,10 +6,9 @@ anything. Tokens and names come from models and files of others: everything reac
 
 from __future__ import annotations
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from shaketable.mismatch.results import Mismatch
 from shaketable.report.mismatch_lines import stage_lines
+from shaketable.report.render import render
 from shaketable.report.wording import number, percent, ranges
 
 STATUS_OF = {"DEFECT": "fail", "LEGAL": "pass", "INCONCLUSIVE": "inconclusive"}
@@ -17,11 +16,10 @@ STATUS_OF = {"DEFECT": "fail", "LEGAL": "pass", "INCONCLUSIVE": "inconclusive"}
 
 def page(found: Mismatch) -> str:
     """The self-contained HTML page."""
-    loader = PackageLoader("shaketable.report", ".")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "percent": percent, "ranges": ranges, "quoted": repr}
     says, _, more = found.sentence.partition(": ")[2].partition(". ")
-    return environment.get_template("mismatch.html.jinja").render(
+    return render(
+        "mismatch.html.jinja",
+        {"number": number, "percent": percent, "ranges": ranges, "quoted": repr},
         d=found,
         status=STATUS_OF[found.verdict],
         says=says.rstrip("."),

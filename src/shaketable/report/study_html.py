@@ -15,13 +15,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from shaketable.report import figures, study_tables, wording
 from shaketable.report.figures import Drawing, HeatmapRow, Line, Point, Scale
+from shaketable.report.render import render
 from shaketable.report.wording import finite, known
 from shaketable.study.analysis.results import (
     SCHEMA,
@@ -53,14 +55,12 @@ DRAWN, PER_CONDITION, EXCERPT = 4, 2, 400
 def page(findings: Findings) -> str:
     """The self-contained HTML page of a study, or of a single run."""
     f = findings.visible()
-    loader = PackageLoader("shaketable.report", ".")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {name: getattr(wording, name) for name in ("number", "signed", "amount", "fact", "counted")}
-    environment.filters |= {"link": study_tables.link}
-    proven, folded_proof = study_tables.proof_tables(f)
+    filters = {name: getattr(wording, name) for name in ("number", "signed", "fact", "counted")}
     readings = mechanisms(f)
-    main = next((c for c in f.comparisons if c.primary and finite(c.difference)), None)
-    return environment.get_template("study.html.jinja").render(
+    main = f.primary if f.primary is not None and finite(f.primary.difference) else None
+    return render(
+        "study.html.jinja",
+        {**filters, "link": study_tables.link},
         f=f,
         s=f.study,
         arms=f.arms,
@@ -72,8 +72,7 @@ def page(findings: Findings) -> str:
         marks=wording.MARKS,
         verdicts=wording.STATUS_OF,
         proof=wording.proof_summary(f.arms),
-        proven=proven,
-        folded_proof=folded_proof,
+        proven=study_tables.proof_table(f),
         meaning=MEANING,
         proof_states=study_tables.PROOF_STATES,
         scores=study_tables.score_tables(f),
@@ -85,7 +84,7 @@ def page(findings: Findings) -> str:
         curve_table=study_tables.curve_table(f),
         step_tables=study_tables.step_tables(f),
         robust=robustness(f),
-        diagnoses=[(d, diagnosis_rows(d), _layer_axis(d)) for d in f.diagnoses],
+        diagnoses=[(d, diagnosis_rows(d), figures.layer_axis([x.layer for x in d.layers], [d.layer])) for d in f.diagnoses],
         mechanisms=readings[:DRAWN],
         left_out=[m.condition for m in readings[DRAWN:]],
         named=wording.named(f),
@@ -93,7 +92,7 @@ def page(findings: Findings) -> str:
         place=wording.place,
         costs=study_tables.cost_table(f),
         runs=study_tables.run_table(f),
-        samples=[(i, arm.name, _by_condition(arm.samples)) for i, arm in enumerate(f.arms) if arm.samples],
+        samples=[(i, arm.name, _grouped(arm.samples)) for i, arm in enumerate(f.arms) if arm.samples],
         per_condition=PER_CONDITION,
         excerpt=EXCERPT,
         roughness=wording.ROUGHNESS,
@@ -102,24 +101,18 @@ def page(findings: Findings) -> str:
     )
 
 
-def _by_condition(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    groups: dict[str, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.condition, []).append(sample)
-    return groups
+def _grouped(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+    return {condition: list(group) for condition, group in groupby(samples, key=attrgetter("condition"))}
 
 
 @dataclass(frozen=True)
 class Forest:
-    """Differences of one unit as rows over one axis."""
-
     name: str
     rows: list[tuple[ComparisonResult, Markup]]
     axis: Markup
 
 
 def forest(name: str, members: Sequence[ComparisonResult]) -> Forest:
-    """Comparisons of one unit as a forest."""
     x = figures.forest_scale(members)
     return Forest(name, [(c, figures.forest_row(c, x)) for c in members], figures.forest_axis(x, members[0].unit))
 
@@ -150,19 +143,11 @@ def robustness(f: Findings) -> Drawing | None:
 
 
 def diagnosis_rows(d: DiagnosisResult) -> list[HeatmapRow]:
-    """Probes, statistics and the σ made of them, each a row over the layers."""
-    layers = [row.layer for row in d.layers]
-    seen = {probe for row in d.layers for probe in row.results}
-    probes = [*(p for p in wording.PROBES if p in seen), *sorted(seen.difference(wording.PROBES))]
-    rows = [figures.status_row(p, layers, [row.results.get(p) for row in d.layers]) for p in probes]
-    given = {s.layer: s.sigma for s in d.sigmas}
+    """Statistics and the σ made of them, each a row over the layers."""
+    layers, given = [row.layer for row in d.layers], {s.layer: s.sigma for s in d.sigmas}
     values = {name: [row.statistics.get(name) for row in d.layers] for row in d.layers for name in row.statistics}
     values |= {"σ": [given.get(n) for n in layers]} if given else {}
-    return rows + [figures.value_row(name, layers, own, figures.shades(own)) for name, own in values.items() if layers]
-
-
-def _layer_axis(d: DiagnosisResult) -> Markup:
-    return figures.layer_axis([row.layer for row in d.layers], [] if d.layer is None else [d.layer])
+    return [figures.value_row(name, layers, own, figures.shades(own)) for name, own in values.items()]
 
 
 @dataclass(frozen=True)
@@ -181,7 +166,6 @@ class MechanismView:
 
     condition: str
     losses: list[tuple[int, str, float | None]]
-    constant: list[tuple[str, str, float]]
     panels: list[Panel]
     axis: Markup
 
@@ -190,24 +174,22 @@ def mechanisms(f: Findings) -> list[MechanismView]:
     """Per condition: the loss of each arm and a panel per reading; the first and the primary one lead."""
     marked = sorted({d.layer for d in f.diagnoses if d.layer is not None})
     conditions = list(dict.fromkeys(m.condition for arm in f.arms for m in arm.mechanism))
-    primary = f.study.primary.condition if f.study.primary is not None else None
+    primary = f.primary and f.primary.condition
     every = [row for arm in f.arms for m in arm.mechanism for row in m.layers]
     scales = {name: figures.shades([getattr(row, name) for row in every]) for name in READINGS}
     made = []
     for condition in dict.fromkeys([*conditions[:1], *(c for c in conditions if c == primary), *conditions]):
         read = [(i, arm.name, m) for i, arm in enumerate(f.arms) for m in arm.mechanism if m.condition == condition]
         layers = sorted({row.layer for _, _, m in read for row in m.layers})
-        constant, panels = [], []
+        panels = []
         for name, meaning in READINGS.items():
             seen = known(getattr(row, name) for _, _, m in read for row in m.layers)
-            if seen and min(seen) == max(seen):
-                constant.append((name, meaning, seen[0]))
-            elif seen:
+            if len(set(seen)) > 1:  # what is the same everywhere is not drawn
                 rows: list[tuple[int, HeatmapRow]] = []
                 for i, arm, m in read:
                     own: dict[int, Any] = {row.layer: getattr(row, name) for row in m.layers}
                     rows.append((i, figures.value_row(arm, layers, [own.get(n) for n in layers], scales[name])))
                 panels.append(Panel(name, meaning, rows, scales[name]))
         losses: list[tuple[int, str, float | None]] = [(i, name, m.loss) for i, name, m in read if finite(m.loss)]
-        made.append(MechanismView(condition, losses, constant, panels, figures.layer_axis(layers, marked)))
+        made.append(MechanismView(condition, losses, panels, figures.layer_axis(layers, marked)))
     return made

@@ -23,8 +23,6 @@ STEPS = "Exploratory; the interval of each step is of that step alone."
 def markdown(findings: Findings) -> str:
     """The report of a study, or of a single run, as one Markdown text."""
     f = findings.visible()
-    shown, folded = study_tables.proof_tables(f)
-    proof = StudyTable(shown.title, shown.columns, shown.rows + folded.rows)
     blocks = [
         *_verdict(f),
         *_design(f),
@@ -35,7 +33,7 @@ def markdown(findings: Findings) -> str:
         *_section("First and last value, and roughness", study_tables.curve_table(f), lead=ROUGHNESS),
         *_section("Difference to the baseline, step by step", *study_tables.step_tables(f), lead=STEPS),
         *_diagnoses(f),
-        *(_section("Proof of injection", proof) or ["## Proof of injection", "No injection was recorded."]),
+        *(_section("Proof of injection", study_tables.proof_table(f)) or ["## Proof of injection", "There is none."]),
         *_section("Cost", study_tables.cost_table(f)),
         *_section("Runs", study_tables.run_table(f)),
         *_end(f),
@@ -74,7 +72,6 @@ def _cell(cell: TableCell, kind: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; nothing when it has no rows."""
     lines = [" | ".join(row) for row in rows]
     return "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {line} |" for line in lines)]) if lines else ""
 
@@ -94,7 +91,7 @@ def _verdict(f: Findings) -> list[str]:
 
 
 def _design(f: Findings) -> list[str]:
-    s, p = f.study, f.study.primary
+    s, p = f.study, f.primary
     facts = [f"study {code(s.name)}", f"key {code(s.key)}", f"model {plain(s.model)}", f"task {plain(s.task)}"]
     facts += [counted(s.n, "problem"), counted(len(s.seeds), "seed"), counted(s.steps, "step")]
     pair = f"{plain(p.a)} − {plain(p.b)}, {plain(place(p.condition, p.endpoint))}" if p else ""

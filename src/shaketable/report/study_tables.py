@@ -19,7 +19,6 @@ from shaketable.report.wording import (
     BADGES,
     amount,
     chance,
-    difference_at,
     duration,
     finite,
     known,
@@ -30,26 +29,21 @@ from shaketable.report.wording import (
     share_of,
     signed,
     unit_of,
+    with_interval,
 )
 from shaketable.study.analysis.results import ArmResult, ArmScore, ComparisonResult, Findings, Proof, RunFacts
 
 RUN_STATES = {"done": "pass", "running": "inconclusive", "partial": "suspect", "missing": "suspect"}
 PROOF_STATES = {"agrees": "pass", "proven": "pass", "differs": "suspect", "inert": "fail"}
-UNFOLDED = 60
-"""Rows of proof that are shown at once."""
 
 
 @dataclass(frozen=True)
 class TableCell:
-    """A cell of a table."""
-
     text: str
     value: float | None = None
     arm: int | None = None
     link: str = ""
     state: str = ""
-    bar: float | None = None
-    """From 0 to 1."""
     note: str = ""
     """In smaller letters, or in brackets."""
     drawing: Markup | None = None
@@ -125,7 +119,6 @@ def _comparison(c: ComparisonResult) -> list[TableCell]:
 
 
 def recovered_table(f: Findings) -> StudyTable:
-    """The share of the loss that each arm recovered."""
     rows = [
         [
             TableCell(r.arm),
@@ -164,30 +157,25 @@ def step_tables(f: Findings) -> list[StudyTable]:
         steps = sorted({p.step for one in members for p in one.points})
         rows = []
         for one in members:
-            texts = {p.step: difference_at(p, one.scale, one.unit) for p in one.points}
+            texts = {p.step: with_interval(p.difference, p.ci_low, p.ci_high, one.scale, one.unit) for p in one.points}
             rows.append([TableCell(f"{one.a} − {one.b}"), *(TableCell(texts.get(step, "–")) for step in steps)])
         title = f"{curve}, {members[0].unit}".removesuffix(", ")
         made.append(StudyTable(title, {"arms": "", **{f"step {number(s)}": "interval" for s in steps}}, rows))
     return made
 
 
-def proof_tables(f: Findings) -> tuple[StudyTable, StudyTable]:
-    """Places that say the same as one row, what is wrong first. Where there are many, those scored as planned are apart."""
+def proof_table(f: Findings) -> StudyTable:
+    """Places that say the same as one row, what is wrong first."""
     order = {"inert": 0, "differs": 1}
     rows = []
     for i, arm in enumerate(f.arms):
         groups: dict[Any, list[Proof]] = {}
         for one in arm.proof:
             groups.setdefault((one.where, one.fault, one.verdict, one.remark), []).append(one)
-        for places in sorted(groups.values(), key=lambda places: order.get(places[0].verdict, 2)):
-            as_planned = PROOF_STATES.get(places[0].verdict) == "pass" and places[0].where.startswith("scored")
-            rows.append((_proof(i, arm, places), as_planned))
-    many = len(rows) > UNFOLDED
+        rows += [_proof(i, arm, group) for group in sorted(groups.values(), key=lambda group: order.get(group[0].verdict, 2))]
     columns = dict.fromkeys(("arm", "verdict", "where"), "text") | {"fault": "code", "site": "code"}
     columns |= dict.fromkeys(("asked", "measured", "relative error", "changed, %", "forward", "backward"), "interval")
-    columns |= {"remark": ""}
-    shown, folded = ([row for row, folds in rows if (many and folds) is fold] for fold in (False, True))
-    return StudyTable("Proof of injection", columns, shown), StudyTable("Scored as planned", columns, folded)
+    return StudyTable("Proof of injection", columns | {"remark": ""}, rows)
 
 
 def _proof(i: int, arm: ArmResult, places: Sequence[Proof]) -> list[TableCell]:
@@ -228,25 +216,19 @@ def extent(values: Iterable[Any]) -> str:
 
 
 def cost_table(f: Findings) -> StudyTable:
-    """Seconds per step, and the shares of a step."""
-    slowest, longest = (
-        max(known(getattr(arm.cost, key) for arm in f.arms), default=0.0) or 1.0
-        for key in ("seconds_per_step", "evaluation_seconds")
-    )
+    columns = dict.fromkeys(("seconds per step", "sampling", "injection", "AQN", "evaluation"), "number")
     rows = []
     for i, arm in enumerate(f.arms):
         c = arm.cost
-        shares = [TableCell(percent(s), s, bar=s or 0.0) for s in (c.sampling_share, c.injection_share, c.aqn_share)]
-        step = TableCell(number(c.seconds_per_step), c.seconds_per_step, bar=(c.seconds_per_step or 0.0) / slowest)
-        score = TableCell(duration(c.evaluation_seconds), c.evaluation_seconds, bar=(c.evaluation_seconds or 0.0) / longest)
         if c.is_known:
-            rows.append([TableCell(arm.name, arm=i), step, *shares, score])
-    columns = dict.fromkeys(("seconds per step", "sampling", "injection", "AQN", "evaluation"), "number")
+            shares = [TableCell(percent(s), s) for s in (c.sampling_share, c.injection_share, c.aqn_share)]
+            step = TableCell(number(c.seconds_per_step), c.seconds_per_step)
+            scoring = TableCell(duration(c.evaluation_seconds), c.evaluation_seconds)
+            rows.append([TableCell(arm.name, arm=i), step, *shares, scoring])
     return StudyTable("Cost", {"arm": "text", **columns}, rows)
 
 
 def run_table(f: Findings) -> StudyTable:
-    """Every run with its record."""
     columns = {"run": "text", "arm": "text", "seed": "number", "status": "text", "time": "number", "attempts": "number"}
     columns |= {"resumed": "number", "id": "code", "seal": "code", "remarks": ""}
     return StudyTable("Runs", columns, [_run(run) for run in f.runs])

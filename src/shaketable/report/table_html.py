@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.table import Table
 from rich.text import Text
 
 from shaketable import __version__
+from shaketable.report.render import render
 
 
 def page(
@@ -34,10 +34,9 @@ def page(
         facts: What was asked.
         lines: Sentences below the tables.
     """
-    loader = PackageLoader("shaketable.report", ".")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["plain"] = _plain
-    return environment.get_template("tables.html.jinja").render(
+    return render(
+        "tables.html.jinja",
+        {"plain": _plain},
         verb=verb,
         subject=subject,
         tag=tag,

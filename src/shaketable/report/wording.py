@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 if TYPE_CHECKING:
-    from shaketable.study.analysis.results import ArmResult, ComparisonResult, Findings, RunFacts, StepDifference
+    from shaketable.study.analysis.results import ArmResult, ComparisonResult, Findings, RunFacts
 
 PROBES = ("weights", "repeat", "links", "twin", "causal", "replay", "batch", "decode")
 MARKS = {"pass": "✓", "fail": "✕", "suspect": "▲", "inconclusive": "?", "skipped": "–", "absent": "·"}
@@ -121,7 +121,6 @@ def badge(f: Findings) -> Badge:
 
 
 def missing_runs(runs: Sequence[RunFacts]) -> list[str]:
-    """Runs that are not done, by name and state."""
     return [f"{run.name} ({run.status})" for run in runs if run.status != "done"]
 
 
@@ -165,7 +164,6 @@ def fact(value: Any) -> str:
 
 
 def chance(p: Any) -> str:
-    """A p-value for reading."""
     if not finite(p):
         return "–"
     return "< 0.001" if p < 0.001 else f"{p:.2g}" if p < 0.995 else "1"
@@ -177,10 +175,10 @@ def share_of(share: float, low: float | None, high: float | None) -> str:
     return f"{round(100 * share)} % ({ends[0]} to {ends[1]})".replace("-", "−")
 
 
-def difference_at(p: StepDifference, scale: float, unit: str) -> str:
-    """+1.8 (−0.4 … +4.1): the difference at a step with its interval, where there is one."""
-    ends = f" ({signed(p.ci_low, scale, unit)} … {signed(p.ci_high, scale, unit)})" if finite(p.ci_low) else ""
-    return signed(p.difference, scale, unit) + ends
+def with_interval(value: Any, low: Any, high: Any, scale: float, unit: str) -> str:
+    """+1.8 (−0.4 to +4.1): a difference with its interval, where there is one."""
+    ends = f" ({signed(low, scale, unit)} to {signed(high, scale, unit)})" if finite(low) else ""
+    return signed(value, scale, unit) + ends
 
 
 def percent(share: Any) -> str:

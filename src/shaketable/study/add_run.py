@@ -1,11 +1,11 @@
-"""Runs of other trainers, added to a study as run records.
+"""Runs of verl, added to a study as run records.
 
     a folder with instructions.json     the ledgers of a verl run (`shaketable.ledger`), with ledger.json and steps.jsonl
     any other folder                    a run without Shaketable: for arms without a plan and AQN, with nothing to prove
 
-Each condition needs a file of scores: a line of JSON for every problem, such as verl writes with
-`trainer.validation_data_dir` (`input`, `output`, `gts`, `score`), or with `id` and `correct`. A problem is known by its `id`,
-or by the hash of its `input`; problems are put into the order of these, so that all runs have one order.
+Each condition needs verl's dump of a validation (`trainer.validation_data_dir`): a line of JSON with `input`, `output`, `gts`
+and `score` for every problem. A problem is known by the hash of its `input`, and problems are put into the order of these, so
+that all runs have one order.
 
 Everything is read and checked before a line is written. Plan and AQN come from the instructions, never from a file's name; that
 they acted comes from the merged ledger.
@@ -54,15 +54,13 @@ METRICS = {
 }
 """What verl calls the columns of a step (`trainer.logger` with `file`)."""
 Answers = dict[str, dict[str, Any]]
-"""Problems by id, in the order of their ids."""
+"""By problem, in the order of their ids."""
 
 
 @dataclass(frozen=True)
 class OtherRun:
-    """What a run of another trainer left behind."""
-
     how: str
-    """What it is: a run of verl, or one without a ledger."""
+    """`verl`, or that there is no ledger."""
     ended: float
     """In seconds since 1970."""
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -87,24 +85,19 @@ def add_run(
     Raises:
         ShaketableError: It is another run than the arm's, not whole, there already, or was scored on other problems.
     """
-    if arm not in study.arms:
-        raise ShaketableError(f"{study.study} has no arm {arm!r}; {nearest(arm, study.arms)}")
-    if not study.arms[arm].elsewhere:
-        raise ShaketableError(f"the runs of {arm} are done by `study run`; write elsewhere: true in the arm to add them")
-    if seed not in study.seeds:
-        raise ShaketableError(f"{study.study} has no seed {seed}; its seeds are {', '.join(map(str, study.seeds))}")
     cells = cells_of(study)
-    cell = next(cell for cell in cells if (cell.arm, cell.seed) == (arm, seed))
+    cell = next((cell for cell in cells if (cell.kind, cell.arm, cell.seed) == ("added", arm, seed)), None)
+    if cell is None:
+        raise ShaketableError(f"{study.study} has no arm {arm!r} with `elsewhere: true` and the seed {seed}")
     conditions = {CLEAN: None, **cell.config["conditions"]}
     found = _read(folder, cell)
     if metrics is not None:
         found = replace(found, steps=_with_metrics(found.steps, metrics), files=(*found.files, metrics))
     answers = _answers(conditions, scores)
-    first = answers[CLEAN]
-    problems = [Problem(id, row["input"], row["gts"]) for id, row in first.items()]
+    problems = [Problem(id, row["input"], row["gts"]) for id, row in answers[CLEAN].items()]
     evaluation = [_condition(name, plan, answers[name], found) for name, plan in conditions.items()]
     last, tests = max(found.steps, default=0), digest(problems)
-    files = {path.name: _sha(path) for path in (*found.files, *scores.values())}
+    files = {path.name: _sha(path) for path in found.files} | {f"scores, {c}": _sha(path) for c, path in scores.items()}
     define(study, store)
     runs = store / study.study / "runs"
     with held(runs, cell.name) as ours:
@@ -138,53 +131,44 @@ def _read(folder: Path, cell: Cell) -> OtherRun:
     """The run in a folder as that of a cell; raises in one line when it is another, or not whole."""
     if not folder.is_dir():
         raise ShaketableError(f"there is no run in {folder}: it is not a folder")
-    orders = _json(folder / ORDERS) if (folder / ORDERS).is_file() else {"mismatch": {}}
-    if "mismatch" not in orders:  # a run that was only measured has no ledger
-        return _from_verl(folder, orders, cell)
-    for what in ("plan", "aqn"):
-        if cell.config[what]:
-            lacks = f"{folder} has no plan or AQN in {ORDERS}"
-            raise ShaketableError(f"{lacks}: nothing says that the {what} of {cell.arm} acted")
+    try:
+        orders = json.loads(read_text(folder / ORDERS)) if (folder / ORDERS).is_file() else {"mismatch": {}}
+        if "mismatch" not in orders:  # a run that was only measured has no ledger
+            return _from_verl(folder, orders, cell)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ShaketableError(f"{folder} is no whole run of verl: {type(error).__name__}: {error}") from None
+    if what := next((what for what in ("plan", "aqn") if cell.config[what]), None):
+        lacks = f"{folder} has no plan or AQN in {ORDERS}"
+        raise ShaketableError(f"{lacks}: nothing says that the {what} of {cell.arm} acted")
     return OtherRun("a run without a ledger", folder.stat().st_mtime)
 
 
 def _from_verl(folder: Path, orders: Mapping[str, Any], cell: Cell) -> OtherRun:
-    told = []
-    for role, body in orders.items():
-        if not isinstance(body, dict):
-            raise ShaketableError(f"{folder / ORDERS}: {role} must hold an object, not {type(body).__name__}")
-        told.append(Instructions.from_mapping({key: value for key, value in body.items() if key != "digest"}))
+    told = [Instructions.from_mapping({k: v for k, v in body.items() if k != "digest"}) for body in orders.values()]
     # As an arm writes them: verl puts a phase into every clause that has none, and each run's noise has a seed of its own.
     plans = [in_phases(Plan.parse(one.plan), ()) for one in told if one.plan]
     clauses = dict.fromkeys(clause.text() for plan in plans for clause in plan.clauses)
-    noises = [replace(AQN.load(one.aqn), seed=0) for one in told if one.aqn]
+    noise = next((replace(AQN.load(one.aqn), seed=0).text() for one in told if one.aqn), None)
     ledgers = _ledgers(folder / LEDGER)
-    for what, had in (("plan", ";".join(clauses) or None), ("aqn", noises[0].text() if noises else None)):
+    for what, had in (("plan", ";".join(clauses) or None), ("aqn", noise)):
         if had != cell.config[what]:
             raise ShaketableError(f"{folder} had the {what} {had}, and the arm {cell.arm} has {cell.config[what]}")
         if had and what not in ledgers:
             raise ShaketableError(f"{folder / LEDGER} has no ledger of the {what}: nothing says that it acted")
-    steps = {}
-    for number, row in read_rows(folder / STEPS):
-        if not isinstance(row.get("step"), int):
-            raise ShaketableError(f"{folder / STEPS}: line {number} has no step")
-        steps[row["step"]] = _columns(row)
+    steps = {row["step"]: _columns(row) for _, row in read_rows(folder / STEPS)}
     files = tuple(folder / name for name in (ORDERS, LEDGER, STEPS))
     return OtherRun("verl", (folder / LEDGER).stat().st_mtime, steps, ledgers, files)
 
 
 def _ledgers(path: Path) -> dict[str, Any]:
     """Of plan and AQN, samplers and actors together: merged where they had the same clauses, else side by side."""
-    merged, found = _json(path).get("merged", {}), {}
-    try:
-        for what in ("plan", "aqn"):
-            read = [Ledger.from_dict(merged[key]) for key in merged if key.endswith(f".{what}")]
-            if read:
-                alike = len({ledger.plan for ledger in read}) == 1
-                sites = [site for ledger in read for site in ledger.sites]
-                found[what] = (Ledger.merge(read) if alike else replace(read[0], sites=sites)).to_dict()
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ShaketableError(f"{path} holds no ledgers that can be read: {type(error).__name__} {error}") from None
+    merged, found = json.loads(read_text(path))["merged"], dict[str, Any]()
+    for what in ("plan", "aqn"):
+        read = [Ledger.from_dict(merged[key]) for key in merged if key.endswith(f".{what}")]
+        if read:
+            alike = len({ledger.plan for ledger in read}) == 1
+            sites = [site for ledger in read for site in ledger.sites]
+            found[what] = (Ledger.merge(read) if alike else replace(read[0], sites=sites)).to_dict()
     return found
 
 
@@ -192,12 +176,11 @@ def _with_metrics(steps: dict[int, dict[str, float]], metrics: Path) -> dict[int
     """The steps with the columns of verl's own file of metrics."""
     found = dict(steps)
     for number, row in read_rows(metrics):
-        step, data = row.get("step"), row.get("data")
-        if not isinstance(step, int) or not isinstance(data, dict):
+        if not isinstance(row.get("step"), int) or not isinstance(row.get("data"), dict):
             form = '{"step": …, "data": {…}}, as verl\'s file logger writes'
             raise ShaketableError(f"{metrics}: line {number} is not {form}")
-        if columns := _columns(data):
-            found[step] = found.get(step, {}) | columns
+        if columns := _columns(row["data"]):
+            found[row["step"]] = found.get(row["step"], {}) | columns
     return found
 
 
@@ -224,52 +207,32 @@ def _answers(conditions: Mapping[str, str | None], scores: Mapping[str, Path]) -
 
 
 def _problems(path: Path) -> Answers:
-    rows, found = read_rows(path), Answers()
-    key = next((name for name in ("correct", "acc", "score") if name in rows[0][1]), None)
-    if key is None:
-        raise ShaketableError(f"{path}: line {rows[0][0]} has no correct, acc or score")
-    for number, row in rows:
-        value = row.get(key)
-        if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
-            raise ShaketableError(f"{path}: line {number}: {key} must be a number from 0 to 1, not {value!r}")
-        if "id" not in row and "input" not in row:
-            raise ShaketableError(f"{path}: line {number} has neither id nor input: nothing says which problem it is")
-        known = str(row["id"]) if "id" in row else hashlib.sha256(str(row["input"]).encode()).hexdigest()[:16]
+    found = Answers()
+    for number, row in read_rows(path, "input"):
+        right = row.get("acc", row.get("score"))
+        if not isinstance(right, int | float) or not 0 <= right <= 1:
+            raise ShaketableError(f"{path}: line {number}: acc or score must be a number from 0 to 1, not {right!r}")
+        known = hashlib.sha256(str(row["input"]).encode()).hexdigest()[:16]
         if known in found:
-            raise ShaketableError(f"{path}: line {number} is the second answer to {known}; one answer a problem is compared")
-        text = {name: str(row.get(name) or "") for name in ("input", "output", "gts")}
-        found[known] = {**text, "correct": value, "formatted": bool(row.get("formatted", True))}
+            raise ShaketableError(f"{path}: line {number} is a second answer to one problem; one answer a problem is compared")
+        found[known] = {**{name: str(row.get(name) or "") for name in ("input", "output", "gts")}, "correct": right}
     return dict(sorted(found.items()))
 
 
 def _condition(name: str, plan: str | None, table: Answers, run: OtherRun) -> dict[str, Any]:
-    answers = [{"id": i, "text": r["output"], "correct": r["correct"], "formatted": r["formatted"]} for i, r in table.items()]
-    n = len(answers)
-    accuracy = sum(a["correct"] for a in answers) / n
-    ends, formatted = wilson(accuracy, n), sum(a["formatted"] for a in answers) / n
     ledger = None if plan is None else run.ledgers.get("plan")
     if plan is not None:
-        sites = ledger["sites"] if ledger else ()
-        if not any(sum(spot["counts"].get("eval", [0, 0])) for site in sites for spot in site["spots"].values()):
-            raise ShaketableError(
-                f"--scores {name}=…: no fault fired in a validation of this run, so its scores are clean ones"
-            )
+        spots = [spot for site in (ledger["sites"] if ledger else ()) for spot in site["spots"].values()]
+        if not any(sum(spot["counts"].get("eval", [0, 0])) for spot in spots):
+            why = "no fault fired in a validation of this run, so its scores are clean ones"
+            raise ShaketableError(f"--scores {name}=…: {why}")
+    answers = [{"id": i, "text": r["output"], "correct": r["correct"], "formatted": True} for i, r in table.items()]
+    n = len(answers)
+    accuracy = sum(a["correct"] for a in answers) / n
+    ends = wilson(accuracy, n)
     facts = {"name": name, "plan": plan, "plan_seed": None, "accuracy": accuracy, "ci_low": ends.low, "ci_high": ends.high}
-    return facts | {"n": n, "formatted": formatted, "seconds": 0.0, "answers": answers, "ledger": ledger}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ShaketableError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ShaketableError(f"{path} must hold an object, not {type(found).__name__}")
-    return found
+    return facts | {"n": n, "formatted": 1.0, "seconds": 0.0, "answers": answers, "ledger": ledger}
 
 
 def _sha(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise ShaketableError(f"cannot read {path}: {error.strerror or error}") from None
+    return hashlib.sha256(path.read_bytes()).hexdigest()

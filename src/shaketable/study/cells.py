@@ -32,8 +32,6 @@ They count in a key only when they have another value: so old runs keep their na
 
 @dataclass(frozen=True)
 class Cell:
-    """One run."""
-
     kind: Literal["train", "harden", "evaluate", "locate", "added"]
     arm: str | None
     """None for a diagnosis, which serves every arm with its plan."""
@@ -42,7 +40,7 @@ class Cell:
     threads: int
     guide: dict[str, Any] | None = None
     needs: str | None = None
-    """The name of the run that must be there first: a diagnosis, or the hardening that gives the model."""
+    """The name of the diagnosis that must be there first."""
     keep_weights: bool = True
 
     @property
@@ -53,17 +51,14 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of the run's folder."""
         words = ["diagnosis"] if self.arm is None else [_slug(self.arm), f"s{self.seed}"]
         return "-".join([*words, self.key])
 
     @property
     def title(self) -> str:
-        """For people."""
         return f"diagnosis of {self.config['plan']}" if self.arm is None else f"{self.arm}, seed {self.seed}"
 
     def about(self, study: str) -> dict[str, Any]:
-        """What the head of its record says of its place."""
         return {"study": study, "arm": self.arm, "seed": self.seed, "key": self.key, "threads": self.threads}
 
 
@@ -101,7 +96,7 @@ def _cell(study: StudyConfig, name: str, seed: int) -> Cell:
         what |= {"plan": study.plan_of(arm), "aqn": arm.aqn, "conditions": dict(study.evaluate.conditions)}
         return Cell("added", name, seed, what, threads)
     guide = arm.aqn.model_dump() if isinstance(arm.aqn, Guide) else None
-    needs = _cell(study, arm.after, seed).name if arm.after else None if guide is None else _diagnosis(study, arm).name
+    needs = None if guide is None else _diagnosis(study, arm).name
     try:
         config = _config(study, arm, seed)
     except ShaketableError as error:
@@ -132,7 +127,7 @@ def _config(study: StudyConfig, arm: Arm, seed: int) -> dict[str, Any]:
         options = {"warm_start": study.train.get("warm_start", 0)} | study.harden | (arm.harden or {})
         repair = HardenConfig.checked(**options, **common, plans=() if plan is None else (plan,))
         return repair.model_dump(mode="json")
-    options = {"steps": STEPS} | study.train | arm.overrides | ({"warm_start": 0} if arm.after else {})
+    options = {"steps": STEPS} | study.train | arm.overrides
     options |= {"plan": plan, "plan_in": arm.plan_in, "aqn": aqn, "eval_every": score.every, "report_to": ()}
     return TrainConfig.checked(**options, **common).model_dump(mode="json")
 

@@ -63,17 +63,19 @@ HARDEN_OPTIONS = tuple(
 
 
 class StudyPart(BaseModel):
-    """A part of a study's file: unknown keys and numbers without an end are refused."""
+    """A part of a study's file: unknown keys and numbers without an end are refused; a key that is null is not there."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _keys_are_known(cls, data: object) -> object:
-        for key in data if isinstance(data, Mapping) else ():
-            if key not in cls.model_fields:
+        if not isinstance(data, Mapping):
+            return data
+        for key, value in data.items():
+            if key not in cls.model_fields and value is not None:
                 raise ValueError(f"unknown key {key!r}; {nearest(str(key), cls.model_fields, shown=20)}")
-        return data
+        return {key: value for key, value in data.items() if key in cls.model_fields}
 
 
 class Guide(StudyPart):
@@ -91,8 +93,6 @@ class Guide(StudyPart):
 
 
 class Arm(StudyPart):
-    """One recipe."""
-
     description: str = ""
     train: bool = True
     """Or only scored, as the model comes."""
@@ -102,8 +102,6 @@ class Arm(StudyPart):
     """Decoder layers that are not run, nor the faults in them: the layer-pruning baseline, for arms that are not trained."""
     elsewhere: bool = False
     """Its runs are made by others and brought in by `shaketable study add`; plan and AQN are what they must have had."""
-    after: str | None = None
-    """Train the model that this arm has hardened, with the same seed."""
     plan: str | None = None
     """The faults in training: a plan, its YAML file, or the name of a condition; of an untrained arm, those of `own`."""
     plan_in: Literal["both", "rollout", "loss"] = "both"
@@ -127,7 +125,6 @@ class Arm(StudyPart):
 
     @property
     def kind(self) -> Literal["train", "harden", "evaluate", "added"]:
-        """What is done with the model."""
         if self.elsewhere:
             return "added"
         return "harden" if self.harden is not None else "train" if self.train else "evaluate"
@@ -136,10 +133,10 @@ class Arm(StudyPart):
     def _fits_together(self) -> Arm:
         if self.skip_layers and (self.kind != "evaluate" or self.plan is not None or self.aqn is not None):
             raise ValueError("skip_layers is for an arm with train: false, and without a plan and AQN")
-        if self.harden is not None and (used := [n for n in ("aqn", "overrides", "after") if getattr(self, n)]):
+        if self.harden is not None and (used := [n for n in ("aqn", "overrides") if getattr(self, n)]):
             raise ValueError(f"an arm is hardened or trained: {used[0]} is of training; write the options of harden in harden")
-        if isinstance(self.aqn, Guide) and (self.plan is None or self.after is not None or self.elsewhere):
-            raise ValueError("a guide needs a plan, which is diagnosed on the study's model: no after, and no elsewhere")
+        if isinstance(self.aqn, Guide) and (self.plan is None or self.elsewhere):
+            raise ValueError("a guide needs a plan, which is diagnosed on the study's model, and no elsewhere")
         if self.kind == "evaluate" and self.aqn is not None:
             aqn = AQN.load(self.aqn) if isinstance(self.aqn, str) else self.aqn
             if isinstance(aqn, AQN) and not aqn.is_steady:
@@ -221,8 +218,6 @@ class Compare(StudyPart):
 
 
 class Report(StudyPart):
-    """What a report shows beside all that it always shows."""
-
     steps: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Steps at which every arm is compared with the baseline; all that were scored when none is named."""
 
@@ -239,13 +234,9 @@ class Engine(StudyPart):
     """Part of a GPU for each run, 0.25 for four runs on a GPU; none on a CPU and one elsewhere by default."""
     retries: int = Field(default=1, ge=0)
     """How often a run that crashed is tried again."""
-    address: str | None = None
-    """Of the Ray cluster; a local one is started when there is none."""
 
 
 class StudyConfig(StudyPart):
-    """A whole study."""
-
     study: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")
     """Its name, and that of its folder in the store."""
     question: str = ""
@@ -284,7 +275,6 @@ class StudyConfig(StudyPart):
         for name, arm in self.arms.items():
             _check_options(f"arms.{name}.overrides", arm.overrides)
             _check_options(f"arms.{name}.harden", arm.harden or {}, HARDEN_OPTIONS)
-            self._check_after(name, arm)
         _check_options("train", self.train)
         _check_options("harden", self.harden, HARDEN_OPTIONS)
         for arm in self.arms.values():
@@ -298,15 +288,6 @@ class StudyConfig(StudyPart):
         if len(self.arms) > 1 and self.compare.primary is None:
             raise ValueError("compare.primary is missing: name the comparison that decides before the run")
         return self
-
-    def _check_after(self, name: str, arm: Arm) -> None:
-        if arm.after is None:
-            return
-        self._known(f"arms.{name}.after", "arm", arm.after, self.arms)
-        if self.arms[arm.after].kind != "harden":
-            raise ValueError(f"arms.{name}.after: {arm.after} is not hardened, so it has no model to continue from")
-        if self.keep != "weights":
-            raise ValueError(f"arms.{name}.after needs the weights of {arm.after}: keep must be weights")
 
     def _check_comparison(self, asked: Comparing) -> None:
         for name in (asked.a, asked.b):
@@ -338,7 +319,6 @@ class StudyConfig(StudyPart):
         return any(arm.has_own for arm in self.arms.values())
 
     def plan_of(self, arm: Arm) -> str | None:
-        """An arm's plan, in one line."""
         if arm.plan is None:
             return None
         if "@" not in arm.plan and arm.plan not in self.evaluate.conditions:

@@ -45,9 +45,7 @@ PATIENCE = 0.3
 
 @dataclass(frozen=True)
 class WorkerAnswer:
-    """How a run ended."""
-
-    ending: Literal["done", "busy", "failed"]
+    ending: Literal["done", "elsewhere", "failed"]
     error: str = ""
     final: bool = False
     """Whether it would fail again."""
@@ -131,9 +129,8 @@ class _Loop:
                     record.append("failed", error=text, exit=code, final=False)
             answer = WorkerAnswer("failed", text)
         if answer.ending != "failed":
-            state: Literal["done", "elsewhere"] = "done" if answer.ending == "done" else "elsewhere"
-            self.states[cell.name] = state
-            self.watch(state, cell, "")
+            self.states[cell.name] = answer.ending
+            self.watch(answer.ending, cell, "")
             return
         crashes = self.crashes[cell.name] = self.crashes.get(cell.name, 0) + 1
         if answer.final or crashes > self.study.engine.retries:
@@ -227,7 +224,6 @@ class LocalPlaces:
         return f"its process died with exit status {code}" + (" (killed; out of memory?)" if code == -9 else ""), code
 
     def close(self) -> None:
-        """End every process; what their runs have recorded stays."""
         for worker in self.workers:
             process = worker.process
             if process is not None and process.is_alive():
@@ -308,15 +304,13 @@ class RayPlaces:
         self.ray, engine = ray, study.engine
         self.most = engine.workers or 10_000
         self.mine = not ray.is_initialized()
-        if self.mine:
-            address: dict[str, Any] = {"include_dashboard": False}
-            if engine.address is not None:
-                address = {"address": engine.address}
+        if self.mine:  # joins the cluster that RAY_ADDRESS names, or starts one
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            own: dict[str, Any] = {} if "RAY_ADDRESS" in os.environ else {"include_dashboard": False}
             try:
-                ray.init(log_to_driver=False, logging_level="ERROR", **address)
+                ray.init(log_to_driver=False, logging_level="ERROR", **own)
             except (ConnectionError, ValueError, RuntimeError) as error:
-                raise ShaketableError(f"cannot reach the Ray cluster {engine.address or '(local)'}: {error}") from None
+                raise ShaketableError(f"cannot reach the Ray cluster: {error}") from None
         gpus = (0 if study.device == "cpu" else 1) if engine.gpus is None else engine.gpus
         options = {"num_cpus": engine.threads, "num_gpus": gpus, "max_retries": 0}
         self.task = ray.remote(answer).options(**options, runtime_env={"env_vars": _limits(study)})
@@ -331,6 +325,5 @@ class RayPlaces:
         return f"its Ray worker died: {str(error).splitlines()[0]}", -1
 
     def close(self) -> None:
-        """Leave the cluster, if we came to it."""
         if self.mine:
             self.ray.shutdown()

@@ -42,12 +42,10 @@ def _found(path: Path) -> Path:
 
 
 def shipped() -> dict[str, Path]:
-    """The studies that ship, by name."""
     return {file.relative_to(SHIPPED).with_suffix("").as_posix(): file for file in sorted(SHIPPED.rglob("*.yaml"))}
 
 
 def parse_study(data: Mapping[str, Any], name: str = "the study") -> StudyConfig:
-    """A study from data, or one line that says what is wrong with it."""
     try:
         return StudyConfig.model_validate(data)
     except ValidationError as error:

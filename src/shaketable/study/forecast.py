@@ -1,8 +1,7 @@
-"""Before a study: whether it can run, whether there is anything to measure, about how long it takes, and what it can show.
+"""Before a study: whether it can run, whether there is anything to measure, roughly how long it takes, and what it can show.
 
 A model that solves none of the problems without a fault has no reward to learn from and nothing that a fault could take: such a
-study is refused before its first run. The time follows from that rehearsal. The smallest detectable difference needs
-assumptions, since there are no data; they are printed beside it.
+study is refused before its first run. The time follows from that rehearsal.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.statistics import DISCORDANCE, detectable
+from shaketable.evaluate.statistics import planned_detectable
 from shaketable.evaluate.tasks import code_in
 from shaketable.harden.config import HardenConfig
 from shaketable.study.cells import Cell, own_cells
-from shaketable.study.config import PER_PROBLEM, StudyConfig
+from shaketable.study.config import StudyConfig
 from shaketable.study.execute import finished, slots
 from shaketable.train.config import TrainConfig
 
@@ -30,14 +29,10 @@ REHEARSED = 32
 TRAINED_ON, FAULTY = 5.0, 1.6
 """How much longer than to score a problem it takes to train on one answer, and to score a problem under a fault: medians
 over the arms of the published CPU studies."""
-SEED_SD = 0.01
-"""What is assumed before a run: how much the true difference varies from one training seed to the next."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What would run."""
-
     cells: list[Cell]
     left: list[Cell]
     """The runs that are not done yet."""
@@ -47,10 +42,8 @@ class Forecast:
     can_show: str
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         rows = [{"name": c.name, "arm": c.arm, "seed": c.seed, "kind": c.kind, "to_do": c in self.left} for c in self.cells]
-        facts = {"seconds": self.seconds, "workers": self.workers, "can_show": self.can_show}
-        return {"schema": SCHEMA, "runs": rows, **facts}
+        return {"schema": SCHEMA, "runs": rows, "seconds": self.seconds, "workers": self.workers, "can_show": self.can_show}
 
 
 def forecast(study: StudyConfig, folder: Path) -> Forecast:
@@ -62,8 +55,7 @@ def forecast(study: StudyConfig, folder: Path) -> Forecast:
     done = finished(cells, folder)
     left = [cell for cell in cells if cell.name not in done]
     problem, count = rehearse_scores(study, cells), workers(study, max(1, len(left)))
-    each = [_seconds(cell, problem or 0.0) for cell in left]
-    seconds = max(sum(each) / count, *each, 0.0) if problem is not None else None
+    seconds = None if problem is None else sum(_seconds(cell, problem) for cell in left) / count
     return Forecast(cells, left, seconds, count, can_show(study))
 
 
@@ -102,7 +94,7 @@ def check_scores(study: StudyConfig, folder: Path) -> None:
 
 
 def _learns(cell: Cell) -> bool:
-    return cell.kind in ("train", "harden") and not cell.needs and not cell.config["warm_start"]
+    return cell.kind in ("train", "harden") and not cell.config["warm_start"]
 
 
 def rehearse_scores(study: StudyConfig, cells: Sequence[Cell]) -> float | None:
@@ -115,7 +107,7 @@ def rehearse_scores(study: StudyConfig, cells: Sequence[Cell]) -> float | None:
         return None
     slowest = None
     learning = {(c.config["model"], c.config["task"]): c.arm for c in reversed(cells) if _learns(c)}
-    for model, task in dict.fromkeys((c.config["model"], c.config["task"]) for c in cells if c.arm is not None and not c.needs):
+    for model, task in dict.fromkeys((c.config["model"], c.config["task"]) for c in cells if c.arm is not None):
         if code_in(task) is not None:
             continue
         solved, count, seconds = _rehearsed(study, model, task)
@@ -160,31 +152,21 @@ def _seconds(cell: Cell, problem: float) -> float:
     elif cell.kind == "harden":
         repairs = len(cell.config["rungs"])
         answers, scores = cell.config["steps"] * cell.config["batch"] * repairs, 1 + repairs
-    conditions = 1 + FAULTY * (len(cell.config["conditions"]) + bool(cell.config.get("own")))
+    conditions = 1 + FAULTY * len(cell.config["conditions"])
     return LOADING + problem * (TRAINED_ON * answers + scores * int(cell.config["eval_n"]) * conditions)
 
 
 def workers(study: StudyConfig, most: int) -> int:
-    """How many runs there can be at a time."""
     if study.engine.kind == "ray":
         return study.engine.workers or max(1, (os.cpu_count() or 1) // study.engine.threads)
     return len(slots(study, most))
 
 
 def can_show(study: StudyConfig) -> str:
-    """The difference of the primary endpoint that this study can show, with what that assumes."""
-    primary, n, seeds = study.compare.primary, study.evaluate.n, len(study.seeds)
-    if primary is None:
-        return "no comparison is named, so none will be decided"
-    what = f"{primary.a} − {primary.b}, {primary.condition or ''} {primary.endpoint}".replace("  ", " ")
+    """The difference in accuracy that this study can show, if the arms differ as `planned_detectable` assumes."""
+    seeds, n = len(study.seeds), study.evaluate.n
     if seeds < 2:
-        few = "one seed concludes" if seeds else "no seeds conclude"
-        return f"{what}: {few} nothing about a recipe; give two or more, better five"
-    if primary.endpoint not in PER_PROBLEM or primary.endpoint == "loss":
-        return f"{what}: depends on how much {'losses' if primary.endpoint == 'loss' else 'runs'} differ; {seeds} seeds"
-    size = detectable(n, seeds=seeds, seed_sd=SEED_SD)
-    if size is None:
-        return f"{what}: {seeds} seeds × {n} problems can show no difference"
-    design = f"{seeds} seeds × {n} problems show a difference of {100 * size:.1f} points with 80 % power"
-    spread = f"arms that disagree on {DISCORDANCE:.0%} of the answers and seeds that differ by {100 * SEED_SD:g} point"
-    return f"{what}: {design}, for {spread}; the report computes it from the measured spread"
+        return "fewer than two seeds conclude nothing about a recipe; better five"
+    size = planned_detectable(n, seeds)
+    what = "no difference" if size is None else f"a difference of about {100 * size:.1f} points with 80 % power"
+    return f"{seeds} seeds × {n} problems can show {what}; the report computes it from the measured spread"

@@ -40,7 +40,7 @@ from shaketable.study.config import CLEAN, OWN
 from shaketable.train.config import TrainConfig
 from shaketable.train.plans import aqn_of, condition_seed, conditions_of
 
-Ending = Literal["done", "busy"]
+Ending = Literal["done", "elsewhere"]
 
 
 def do(cell: Cell, study: str, runs: Path, engine: str) -> Ending:
@@ -51,7 +51,7 @@ def do(cell: Cell, study: str, runs: Path, engine: str) -> Ending:
     """
     with held(runs, cell.name) as ours:
         if not ours:
-            return "busy"
+            return "elsewhere"
         folder = runs / cell.name
         begun = is_begun(folder)
         if begun:
@@ -69,9 +69,9 @@ def do(cell: Cell, study: str, runs: Path, engine: str) -> Ending:
 
 
 def _filled_in(cell: Cell, runs: Path) -> dict[str, Any]:
-    """The configuration with what the run before it gives: the AQN of a diagnosis, or a hardened model."""
+    """The configuration, with the AQN that a diagnosis gives a guided arm."""
     if cell.guide is None:
-        return cell.config if cell.needs is None else {**cell.config, "model": str(runs / cell.needs / "model")}
+        return cell.config
     from shaketable.aqn.guidance import Guidance
 
     guide = dict(cell.guide)

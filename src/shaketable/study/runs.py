@@ -76,23 +76,19 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        """Whether its numbers may be used."""
         return self.status == "done"
 
     @property
     def about(self) -> Event:
-        """Of a study's run: the study, arm, seed and key."""
         return _part(self.head, "about")
 
     @property
     def step(self) -> int | None:
-        """The last step that the record speaks of."""
         found = next((e["step"] for e in reversed(self.events) if isinstance(e.get("step"), int)), -1)
         return found if found >= 0 else None
 
     @property
     def steps(self) -> int | None:
-        """The steps that its configuration asks for."""
         return _part(self.head, "config").get("steps")
 
     def facts(self, folder: str) -> RunFacts:
@@ -122,11 +118,9 @@ class Run:
         )
 
     def of_kind(self, kind: str) -> list[Event]:
-        """Its events of one kind."""
         return [e for e in self.events if e["event"] == kind]
 
     def last(self, kind: str) -> Event | None:
-        """The last event of a kind."""
         return next((e for e in reversed(self.events) if e["event"] == kind), None)
 
     @property
@@ -161,7 +155,6 @@ class Run:
         return float(sum(s["aqn_seconds"] for s in steps) / sum(times))
 
     def at_step(self, field: str, step: int) -> float | None:
-        """What was measured at one step."""
         return next((s.get(field) for s in self.of_kind("step") if s["step"] == step), None)
 
 

@@ -66,8 +66,7 @@ def define(study: StudyConfig, store: Path) -> None:
 
 
 def described(study: StudyConfig) -> dict[str, Any]:
-    """A study as its definition holds it."""
-    return study.model_dump(mode="json", exclude={"engine": {"workers", "address", "kind", "retries"}})
+    return study.model_dump(mode="json", exclude={"engine": {"workers", "kind", "retries"}})
 
 
 def definitions(folder: Path) -> list[dict[str, Any]]:
@@ -81,7 +80,6 @@ def definitions(folder: Path) -> list[dict[str, Any]]:
 
 
 def last_defined(folder: Path) -> StudyConfig:
-    """The study of a folder, as it was run last."""
     return parse_study(definitions(folder)[-1]["config"], str(folder))
 
 

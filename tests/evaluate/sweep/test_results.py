@@ -82,12 +82,6 @@ def test_differences_are_paired_with_clean(tmp_path):
     assert sorted([weak["p_adjusted"], strong["p_adjusted"]]) == pytest.approx([2 * smaller, max(larger, 2 * smaller)])
 
 
-def test_a_point_without_all_its_seeds_is_not_one(tmp_path):
-    found = results(record_of(tmp_path, list(whole())[:-1]))
-    assert [p["magnitude"] for p in found["points"]] == [0.0, 0.05]
-    assert not found["complete"]
-
-
 # --- texts ----------------------------------------------------------------------------------------------------------------
 
 TOKENS = RNG.integers(5, 50, N)

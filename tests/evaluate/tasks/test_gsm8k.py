@@ -42,12 +42,6 @@ def test_right_and_formatted_are_two_things(task):
     assert task.reward(task.score(problem, "It is 18.")) == 1.0
 
 
-def test_a_path_without_gsm8k_is_refused_when_the_task_is_made(tmp_path):
-    for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ShaketableError, match=r"holds no GSM8K; expected a folder with train\.jsonl and test\.jsonl"):
-            GSM8K(path=path)
-
-
 def test_a_solution_without_a_marker_is_named_by_its_line(tmp_path):
     (tmp_path / "test.jsonl").write_text('{"question": "a?", "answer": "#### 1"}\n\n{"question": "b?", "answer": "2"}\n')
     with pytest.raises(ShaketableError, match=r"test\.jsonl: line 3: the answer does not end in ####"):

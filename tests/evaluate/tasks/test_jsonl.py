@@ -16,14 +16,6 @@ def asked(n, **more):
     return [{"question": f"{i}?", "answer": f"answer {i}", **more} for i in range(n)]
 
 
-def test_a_given_split_is_kept(tmp_path):
-    task = JsonlTask(
-        path=written(tmp_path, [*asked(3, split="train"), {"question": "q", "answer": 8, "split": "test", "id": 7}])
-    )
-    assert [p.id for p in task.problems("train")] == ["line-1", "line-2", "line-3"]
-    assert task.problems("test") == [Problem("7", "q", "8")]
-
-
 def test_without_a_split_a_fifth_is_test_whatever_the_order(tmp_path):
     rows = asked(1000)
     before = JsonlTask(path=written(tmp_path, rows))

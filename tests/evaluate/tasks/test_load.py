@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.tasks import GSM8K, Arithmetic, JsonlTask, TextTask, load_task
+from shaketable.evaluate.tasks import Arithmetic, JsonlTask, load_task
 
 DATA = Path(__file__).parent / "data"
 OWN = """
@@ -46,23 +46,10 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "own_tasks_module.py").write_text(OWN)
 
 
-@pytest.mark.parametrize(
-    ("text", "task"),
-    [
-        ("arithmetic", Arithmetic(level=3)),
-        (" arithmetic , level = 2 ", Arithmetic(level=2)),
-        ("arithmetic,level=5,max_new_tokens=3", Arithmetic(level=5, max_new_tokens=3)),
-        ("text", TextTask()),
-    ],
-)
-def test_built_in_tasks(text, task):
-    assert load_task(text) == task
-
-
-def test_tasks_from_files():
-    assert load_task("gsm8k,path=gsm8k") == GSM8K(path="gsm8k")
+def test_built_in_tasks_and_a_file():
+    assert load_task(" arithmetic , level = 2 ") == Arithmetic(level=2)
     task = load_task("riddles.jsonl,max_new_tokens=32")
-    assert task == load_task("jsonl,path=riddles.jsonl,max_new_tokens=32") == JsonlTask(path="riddles.jsonl", max_new_tokens=32)
+    assert task == JsonlTask(path="riddles.jsonl", max_new_tokens=32)
     assert task.describe() == {"name": "jsonl", "max_new_tokens": 32, "path": "riddles.jsonl"}
 
 
@@ -79,7 +66,7 @@ def test_a_class_of_ones_own_from_a_file_and_from_a_module(monkeypatch, tmp_path
     [
         ("arithmetics", r"unknown task 'arithmetics'; did you mean 'arithmetic'\? valid: arithmetic, gsm8k, "),
         ("arithmetic,level=6", r"task arithmetic: level: Input should be less than or equal to 5 \(got '6'\)"),
-        ("nowhere.py:Riddles", r"cannot read nowhere\.py: no such file"),
+        ("gsm8k,path=nowhere", r"nowhere holds no GSM8K; expected a folder with train\.jsonl and test\.jsonl"),
         ("own.py:Ridles", r"own\.py:Ridles is not a finished subclass of Task; did you mean 'Riddles'\?"),
         ("no_such_module_here:Riddles", r"no_such_module_here cannot be imported .* a file is written my_tasks\.py:Class"),
     ],
@@ -90,7 +77,7 @@ def test_errors_are_one_line_and_name_the_nearest(text, message):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("code", ["def broken(:", "import no_such_module_here", "raise RuntimeError('a\\nb')"])
+@pytest.mark.parametrize("code", ["def broken(:", "raise RuntimeError('a\\nb')"])
 def test_a_file_that_does_not_import_is_one_line_with_its_cause(tmp_path, code):
     (tmp_path / "broken.py").write_text(code)
     with pytest.raises(ShaketableError, match=r"broken\.py cannot be imported: \w+Error") as raised:

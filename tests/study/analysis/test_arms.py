@@ -68,14 +68,6 @@ def test_proof_has_a_row_for_training_aqn_and_every_score_with_its_own_numbers()
         assert (row["error"], row["changed"], row["survival"]) == pytest.approx((0.125, 0.25, 0.75))
 
 
-@pytest.mark.parametrize("where", ["training: plan", "training: AQN"])
-def test_a_run_without_its_ledger_is_counted_in_the_remark(where):
-    bare = [Run("x", "train", "arm", 9, "done", RUNS[0].head, [{"event": "finished", "ledgers": {}}])] * 2
-    rows = {row["where"]: row for row in told_of("proof", [RUNS[0], *bare])}
-    assert (rows[where]["verdict"], rows[where]["remark"]) == ("inert", "2 of 3 runs have no ledger of it")
-    assert rows["scored: hot"]["verdict"] == "agrees"
-
-
 @pytest.mark.parametrize(
     ("asked", "changed", "remark", "verdict"),
     [(0.1, 0.5, None, "agrees"), (0.1, 0.5, "why", "differs"), (None, 0.5, None, "proven"), (None, 0.0, None, "inert")],
@@ -85,6 +77,13 @@ def test_a_proof_says_whether_what_was_measured_is_what_was_asked_for(asked, cha
     one = Run("x", "train", "arm", 0, "done", {"config": {"plan": "p"}}, [{"event": "finished", "ledgers": {"plan": facts}}])
     [row] = told_of("proof", [one])
     assert (row["verdict"], row["remark"]) == (verdict, remark)
+
+
+def test_a_run_without_its_ledger_makes_the_proof_inert():
+    bare = [Run("x", "train", "arm", 9, "done", RUNS[0].head, [{"event": "finished", "ledgers": {}}])] * 2
+    trained, noise, scored = told_of("proof", [RUNS[0], *bare])
+    assert all(r["verdict"] == "inert" and r["remark"] == "2 of 3 runs have no ledger of it" for r in (trained, noise))
+    assert scored["verdict"] == "agrees"
 
 
 def test_roughness_is_the_distance_from_the_line_between_the_neighbours():

@@ -11,10 +11,9 @@ every seed, so it is run with one: three equal runs would look like evidence.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
@@ -40,11 +39,6 @@ class Setting:
     """Whether this is the first seed of its point."""
 
 
-def magnitude_name(magnitude: float | None) -> str:
-    """How a point is called: `clean`, `plan` or the magnitude."""
-    return "plan" if magnitude is None else "clean" if magnitude == 0 else f"{magnitude:g}"
-
-
 class SweepConfig(ConfigModel):
     """One sweep, resolved: what its record begins with and a resumed sweep reads."""
 
@@ -55,7 +49,7 @@ class SweepConfig(ConfigModel):
     plan: tuple[str, ...] = Field(min_length=1)
     """The faults: a line or a YAML file. A clause without a magnitude takes each of --magnitudes. Repeat it to compare
     several plans."""
-    magnitudes: tuple[float, ...] | None = None
+    magnitudes: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] | None = None
     """A list such as 0,0.05,0.1. 0 is the clean model, which is always measured."""
     n: int = Field(ge=1)
     """How many problems, the same for every point; 200, or all texts, by default."""
@@ -74,12 +68,10 @@ class SweepConfig(ConfigModel):
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of vLLM's LLM as JSON, e.g. '{"tensor_parallel_size": 2}'."""
 
-    @field_validator("models")
+    @field_validator("models", "plan")
     @classmethod
-    def _differ(cls, models: tuple[str, ...]) -> tuple[str, ...]:
-        if twice := next((m for m in models if models.count(m) > 1), None):
-            raise ValueError(f"{twice} is named twice")
-        return models
+    def _each_once(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(given))
 
     @field_validator("plan", mode="before")
     @classmethod
@@ -93,35 +85,19 @@ class SweepConfig(ConfigModel):
 
     @field_validator("engine_args", mode="before")
     @classmethod
-    def _is_json(cls, given: object) -> object:
-        if not isinstance(given, str):
-            return given
-        try:
-            found = json.loads(given)
-        except json.JSONDecodeError:
-            found = None
-        if not isinstance(found, dict):
-            raise ValueError(f'{given!r} is not a JSON object such as {{"tensor_parallel_size": 2}}')
-        return found
+    def _from_json(cls, given: object) -> object:
+        return json.loads(given) if isinstance(given, str) else given
 
     @field_validator("magnitudes")
     @classmethod
-    def _is_a_scale(cls, magnitudes: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        if magnitudes is None:
-            return None
-        if bad := [m for m in magnitudes if not (math.isfinite(m) and m >= 0)]:
-            raise ValueError(f"{bad[0]:g} is not a magnitude; give numbers of 0 or more")
-        if twice := [m for m in magnitudes if magnitudes.count(m) > 1]:
-            raise ValueError(f"{twice[0]:g} is given twice")
-        return tuple(sorted(m + 0.0 for m in magnitudes))
+    def _sorted(cls, magnitudes: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        return None if magnitudes is None else tuple(sorted({m + 0.0 for m in magnitudes}))
 
     @model_validator(mode="after")
     def _fit_together(self) -> SweepConfig:
         resolve_plans(self.plan, self.magnitudes)
         if self.engine_args and self.engine == "hf":
             raise ValueError("engine_args are for engine vllm")
-        if taken := {"enforce_eager", "additional_config", "worker_extension_cls"} & self.engine_args.keys():
-            raise ValueError(f"engine_args: {min(taken)} is set by the sweep itself")
         plans = [s.plan for s in self.settings() if s.plan is not None]
         if self.engine == "vllm" and not plans:
             raise ValueError("engine vllm needs a magnitude above 0: its workers start with a faulty plan")
@@ -137,7 +113,8 @@ class SweepConfig(ConfigModel):
             magnitudes = [None] if _closed(source) is not None else [m for m in self.magnitudes or () if m > 0]
             for magnitude in magnitudes:
                 plan = Plan.parse(source, seed=self.seed, magnitude=magnitude)
-                name = magnitude_name(magnitude) if len(self.plan) == 1 else plan.text()
+                alone = "plan" if magnitude is None else f"{magnitude:g}"
+                name = alone if len(self.plan) == 1 else plan.text()
                 for seed in range(self.seed, self.seed + (self.seeds if depends_on_seed(plan) else 1)):
                     seeded = plan.model_copy(update={"seed": seed})
                     found.append(Setting(magnitude, index, name, seed, seeded, seed == self.seed))
@@ -164,17 +141,13 @@ def resolve_plans(sources: Sequence[str], magnitudes: tuple[float, ...] | None) 
         sources: Each a line of the plan language, or the path of a YAML file.
         magnitudes: For clauses without one; None when none were given.
     """
-    closed = [_closed(source) for source in sources]
-    if magnitudes is not None and all(plan is not None for plan in closed):
+    closed = {source: _closed(source) for source in sources}
+    if magnitudes is not None and None not in closed.values():
         what = "no clause of the plan is left to take --magnitudes: drop them, or drop the magnitude of a clause"
         raise ShaketableError(f"{what}, e.g. relative_gaussian@op.matmul")
-    for source, plan in zip(sources, closed, strict=True):
-        if plan is None and magnitudes is None:
-            raise ShaketableError(f"the plan {source} leaves a magnitude open: write it, or give e.g. --magnitudes 0,0.05,0.1")
-    found = tuple(s.strip() if plan is None else plan.text() for s, plan in zip(sources, closed, strict=True))
-    if twice := next((plan for plan in found if found.count(plan) > 1), None):
-        raise ShaketableError(f"the plan {twice} is given twice")
-    return found
+    if magnitudes is None and (source := next((s for s, plan in closed.items() if plan is None), None)) is not None:
+        raise ShaketableError(f"the plan {source} leaves a magnitude open: write it, or give e.g. --magnitudes 0,0.05,0.1")
+    return tuple(source.strip() if plan is None else plan.text() for source, plan in closed.items())
 
 
 def _closed(source: str) -> Plan | None:

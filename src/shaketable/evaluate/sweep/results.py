@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
-from shaketable.evaluate.statistics import Comparison, Interval, corrected, mcnemar, paired, wilson
+from shaketable.evaluate.statistics import Comparison, corrected, mcnemar, mean_interval, paired, wilson
 from shaketable.evaluate.sweep.config import SweepConfig, depends_on_seed
 from shaketable.records.record import RunRecord
 
@@ -42,7 +41,6 @@ class Point:
 
     @property
     def is_clean(self) -> bool:
-        """Whether this is the reference itself."""
         return self.magnitude == 0
 
     @property
@@ -154,14 +152,6 @@ def _facts(point: Point) -> dict[str, Any]:
     }
 
 
-def mean_interval(values: Sequence[float] | NDArray[np.float64], level: float = 0.95) -> Interval:
-    """Student's t interval of a mean; no width where there is no spread."""
-    if np.ptp(values) == 0:
-        return Interval(float(values[0]), float(values[0]))
-    low, high = stats.t.interval(level, len(values) - 1, np.mean(values), stats.sem(values))
-    return Interval(float(low), float(high))
-
-
 def _losses(point: Point) -> dict[str, Any]:
     """Loss per token over all texts and seeds, and its exponential; None where a fault made it no number."""
     rows, cut = [t for run in point.runs for t in run["texts"]], {"cut": point.clean["cut"]}
@@ -211,7 +201,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _notes(config: SweepConfig, points: list[dict[str, Any]]) -> list[str]:
-    """What a reader of the numbers has to know."""
     found = []
     steady = [s for s in config.settings() if s.plan is not None and not depends_on_seed(s.plan)]
     if steady and config.seeds > 1:

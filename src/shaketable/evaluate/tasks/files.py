@@ -19,6 +19,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
@@ -92,7 +93,6 @@ class JsonlTask(Task):
         return self
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """The problems of one side, in the order of the file."""
         found = self._sides[split]
         if not found:
             raise ShaketableError(f'{self.path} has no {split} problems; add some, or give every line a "split"')
@@ -144,20 +144,17 @@ class GSM8K(Task):
     """A folder with train.jsonl and test.jsonl, or verl's .parquet, or one of the files; the hub when not given."""
 
     @model_validator(mode="after")
-    def _path_has_a_split(self) -> GSM8K:
-        if self.path is None:
-            return self
-        if not any(_file(self.path, s).is_file() for s in SPLITS):
+    def _path_has_a_side(self) -> GSM8K:
+        if self.path is not None and not self._files:
             raise ShaketableError(f"{self.path} holds no GSM8K; expected {FOLDER}")
         return self
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """The problems of one side, in the order of the set."""
         return self._train if split == "train" else self._test
 
     def prompt(self, problem: Problem, chat: bool) -> str:
-        """The question, and the form that the answer should have; of a parquet file, its own prompt."""
-        if self.path is not None and _file(self.path, "test" if problem.id.startswith("test") else "train").suffix == PARQUET:
+        """The question, and the form that the answer should have; of parquet files, their own prompt."""
+        if any(file.suffix == PARQUET for file in self._files.values()):
             return problem.question if chat else f"{problem.question}\nAnswer:"
         return f"{problem.question}\n{ASK}" if chat else f"{ASK}\n\nQuestion: {problem.question}\nAnswer:"
 
@@ -166,32 +163,35 @@ class GSM8K(Task):
         return Score(same_number(problem.answer, final_answer(completion)), _FORM.search(completion) is not None)
 
     @cached_property
+    def _files(self) -> dict[Split, Path]:
+        found: dict[Split, Path] = {}
+        if self.path is not None:
+            for split, ending in product(SPLITS, (PARQUET, ".jsonl")):
+                file = self.path if self.path.name == f"{split}{ending}" else self.path / f"{split}{ending}"
+                if file.is_file():
+                    found.setdefault(split, file)
+        return found
+
+    @cached_property
     def _train(self) -> list[Problem]:
-        return _gsm8k(self.path, "train")
+        return self._read("train")
 
     @cached_property
     def _test(self) -> list[Problem]:
-        return _gsm8k(self.path, "test")
+        return self._read("test")
 
-
-def _gsm8k(path: Path | None, split: Split) -> list[Problem]:
-    """The problems of one side; warns when there are not as many as were published."""
-    if path is None:
-        place, rows = HUB[0], _from_hub(split)
-    else:
-        file = _file(path, split)
-        place, rows = str(file), _parquet_rows(file, split) if file.suffix == PARQUET else _jsonl_rows(file)
-    if len(rows) != SIZES[split]:
-        what = f"{place} has {len(rows)} problems, GSM8K {split} has {SIZES[split]}"
-        warnings.warn(f"{what}: scores do not compare with published ones", stacklevel=2)
-    return [Problem(f"{split}-{n}", question, gold) for n, (question, gold) in enumerate(rows)]
-
-
-def _file(path: Path, split: Split) -> Path:
-    """The file of a side: in the folder, or the path itself; a parquet file says of each problem which side it is on."""
-    if path.is_file() and (path.name == f"{split}.jsonl" or path.suffix == PARQUET):
-        return path
-    return path / f"{split}{PARQUET if (path / f'{split}{PARQUET}').is_file() else '.jsonl'}"
+    def _read(self, split: Split) -> list[Problem]:
+        """The problems of one side; warns when there are not as many as were published."""
+        if self.path is None:
+            place, rows = HUB[0], _from_hub(split)
+        elif (file := self._files.get(split)) is not None:
+            place, rows = str(file), _parquet_rows(file) if file.suffix == PARQUET else _jsonl_rows(file)
+        else:
+            raise ShaketableError(f"{self.path} has no {split} problems; expected {FOLDER}")
+        if len(rows) != SIZES[split]:
+            what = f"{place} has {len(rows)} problems, GSM8K {split} has {SIZES[split]}"
+            warnings.warn(f"{what}: scores do not compare with published ones", stacklevel=2)
+        return [Problem(f"{split}-{n}", question, gold) for n, (question, gold) in enumerate(rows)]
 
 
 def _jsonl_rows(file: Path) -> list[tuple[str, str]]:
@@ -218,11 +218,8 @@ def _gold(solution: object, place: str) -> str:
     return gold
 
 
-def _parquet_rows(path: Path, split: str) -> list[tuple[str, str]]:
-    """Prompt and gold number of the problems of one side, in the order of the file.
-
-    The side is the name of the file, train.parquet or test.parquet, else what each row's `extra_info` says.
-    """
+def _parquet_rows(path: Path) -> list[tuple[str, str]]:
+    """Prompt and gold number of each problem, in the order of the file."""
     try:
         from pyarrow import parquet
 
@@ -232,18 +229,14 @@ def _parquet_rows(path: Path, split: str) -> list[tuple[str, str]]:
     found = []
     for number, row in enumerate(rows):
         try:
-            side = path.stem if path.stem in SPLITS else row["extra_info"]["split"]
             ((role, text),) = ((message["role"], message["content"]) for message in row["prompt"])
             source, gold = row["data_source"], str(row["reward_model"]["ground_truth"]).strip()
         except (KeyError, TypeError, ValueError):
-            side = role = source = text = gold = ""
-        if side not in SPLITS or (role, source) != ("user", HUB[0]) or not is_number(gold):
+            role = source = text = gold = ""
+        if (role, source) != ("user", HUB[0]) or not is_number(gold):
             layout = "verl's GSM8K has one prompt of the user and a number as ground_truth"
             raise ShaketableError(f"{path}: row {number} is of another layout; {layout}")
-        if side == split:
-            found.append((str(text), gold))
-    if not found:
-        raise ShaketableError(f"{path} has no {split} problems; give a folder with train.parquet and test.parquet")
+        found.append((str(text), gold))
     return found
 
 
@@ -270,15 +263,12 @@ class TextTask(Task):
         return self
 
     def texts(self) -> list[str]:
-        """The texts, in the order of the file."""
         return texts_of(self.path or BUILT_IN, "text")
 
     def describe(self) -> dict[str, Any]:
-        """Name and parameters, for run records."""
         return {"name": self.name, **self.model_dump(mode="json", exclude={"max_new_tokens"})}
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """There are none: raises."""
         _no_problems()
 
     def score(self, problem: Problem, completion: str) -> Score:

@@ -10,6 +10,7 @@ import numpy as np
 from scipy import stats
 
 from shaketable.evaluate.statistics import Interval, MeanSquares, wilson
+from shaketable.evaluate.statistics import mean_interval as over_problems
 from shaketable.evaluate.sweep.results import merged_sites
 from shaketable.plan import Plan
 from shaketable.study.analysis.results import (
@@ -75,8 +76,7 @@ def _before_training(run: Run, condition: str, endpoint: str) -> float | None:
 
 def mean_interval(table: Any, *, share: bool = True) -> tuple[Interval, str]:
     """95 % interval of the mean over seeds and problems, both of them samples; of one seed, over its problems."""
-    seeds, problems = table.shape
-    mean = float(table.mean())
+    (seeds, problems), mean = table.shape, float(table.mean())
     alike = share and np.ptp(table.mean(1)) == 0 == np.ptp(table - table[:1])
     if seeds > 1 and problems > 1 and not alike and (squares := MeanSquares.of(table)).variance > 0:
         half = math.sqrt(squares.variance) * float(stats.t.ppf(0.975, squares.freedom))
@@ -84,10 +84,7 @@ def mean_interval(table: Any, *, share: bool = True) -> tuple[Interval, str]:
         return Interval(low, high), "t over seeds × problems, crossed"
     if share:
         return wilson(mean, problems), "Wilson, over problems"
-    if problems < 2:
-        return Interval(mean, mean), "one problem, no interval"
-    half = float(stats.sem(table.mean(0))) * float(stats.t.ppf(0.975, problems - 1))
-    return Interval(mean - half, mean + half), "t over problems"
+    return over_problems(table.mean(0)), "t over problems"
 
 
 def magnitudes(conditions: Mapping[str, str | None]) -> dict[str, float | None]:
@@ -237,7 +234,6 @@ def mechanism(runs: Sequence[Run]) -> list[MechanismResult]:
 
 
 def cost(runs: Sequence[Run]) -> Cost:
-    """Seconds per step, and where they go."""
     steps = [s for r in runs for s in r.of_kind("step") if "seconds" in s]
     whole = sum(s["seconds"] for s in steps)
     shares = {

@@ -62,7 +62,6 @@ class Paired:
 
     @classmethod
     def of(cls, what: Comparing, runs: Sequence[Run], step: int | None = None) -> Paired:
-        """From the finished runs of both arms, after the last step or after another one."""
         rows = [{r.seed: _row(r, what, step) for r in runs if r.arm == arm and r.is_done} for arm in (what.a, what.b)]
         seeds = sorted(s for s in rows[0] if s in rows[1] and s is not None and rows[0][s] and rows[1][s])
         return cls(what, seeds, [rows[0][s] for s in seeds], [rows[1][s] for s in seeds])
@@ -72,10 +71,13 @@ class Paired:
         """Whether there is a score for every problem."""
         return self.what.endpoint in PER_PROBLEM
 
-    def compared(self, level: float = 0.95) -> Comparison | None:
-        """The difference; None without a common seed, or when one run is all there is of a number per run."""
-        if not self.seeds or (not self.per_problem and len(self.seeds) < 2):
-            return None
+    @property
+    def is_enough(self) -> bool:
+        """Whether there is a common seed, or two for a number per run."""
+        return len(self.seeds) > (0 if self.per_problem else 1)
+
+    def compared(self, level: float = 0.95) -> Comparison:
+        """The difference; `level` is that of the test that `detectable` speaks of."""
         if not self.per_problem:
             return _values([x[0] for x in self.b], [x[0] for x in self.a], level)
         if self.what.endpoint != "loss":
@@ -90,16 +92,12 @@ class Paired:
 
 
 def compare(asked: Sequence[Comparing], primary: Comparing | None, runs: Sequence[Run]) -> list[ComparisonResult]:
-    """All comparisons, in the order given."""
     pairs = [Paired.of(what, runs) for what in asked]
-    raw = [pair.compared() for pair in pairs]
     done: dict[int, Comparison] = {}
     for family in (True, False):
-        members = [i for i, c in enumerate(raw) if c is not None and (asked[i] == primary) is family]
+        members = [i for i, pair in enumerate(pairs) if pair.is_enough and (pair.what == primary) is family]
         level = 1 - 0.05 / max(1, len(members))
-        allowing = [(raw[i], pairs[i].compared(level)) for i in members]
-        wide = [replace(c, detectable=strict.detectable) for c, strict in allowing if c is not None and strict is not None]
-        done |= dict(zip(members, corrected(wide), strict=True))
+        done |= dict(zip(members, corrected([pairs[i].compared(level) for i in members]), strict=True))
     return [_result(pair, done.get(i), pair.what == primary) for i, pair in enumerate(pairs)]
 
 
@@ -110,21 +108,16 @@ def _row(run: Run, what: Comparing, step: int | None = None) -> list[float]:
     return [] if value is None else [value]
 
 
-def _values(a: list[float], b: list[float], level: float = 0.95) -> Comparison:
+def _values(a: list[float], b: list[float], level: float) -> Comparison:
     """Paired t over seeds, of numbers that need not lie between 0 and 1."""
     d = np.round(np.subtract(b, a), 12)
-    n, mean = len(d), float(d.mean())
-    method = "paired t over training seeds"
+    n, mean, over = len(d), float(d.mean()), "paired t over training seeds"
     if np.ptp(d) == 0:
-        p = 1.0 if mean == 0 else 2 * 0.5**n
-        return Comparison(mean, Interval(mean, mean), p, f"no spread: {method}", "", None, 1, (n, n))
-    se = float(stats.sem(d))
-    half = se * float(stats.t.ppf((1 + level) / 2, n - 1))
-    p = 2 * float(stats.t.sf(abs(mean) / se, n - 1))
-    scale = 1e3 * se  # t_detectable speaks of fractions, and knows none above 1
-    reach = t_detectable(se / scale, n - 1, level=level)
-    interval = Interval(mean - half, mean + half)
-    return Comparison(mean, interval, p, method, "", reach and reach * scale, 1, (n, n))
+        return Comparison(mean, Interval(mean, mean), 1.0 if mean == 0 else 2 * 0.5**n, "no spread", over, None)
+    test = stats.ttest_1samp(d, 0.0)
+    low, high = test.confidence_interval(0.95)
+    reach = t_detectable(float(stats.sem(d)), n - 1, level=level, largest=math.inf)
+    return Comparison(mean, Interval(float(low), float(high)), float(test.pvalue), over, over, reach)
 
 
 def _result(pair: Paired, found: Comparison | None, primary: bool) -> ComparisonResult:
@@ -159,20 +152,19 @@ def _sentence(pair: Paired, found: Comparison | None, unit: str, scale: float) -
     endpoint = NAMES.get(what.endpoint, what.endpoint)
     head = f"{what.a} − {what.b}, {f'{what.condition} ' if what.condition else ''}{endpoint}"
     if found is None:
-        why = "no seed is" if n == 0 else "one seed is all that is"
-        return f"{head}: nothing can be concluded, {why} finished in both arms"
+        return f"{head}: nothing can be concluded, too few seeds are finished in both arms"
     unit = f" {unit}" if unit else ""
     ends = f"95 % CI {_signed(found.interval.low, scale)} … {_signed(found.interval.high, scale)}"
     facts = f"{head}: {_signed(found.difference, scale)}{unit}, {ends}, {n} seed{'s' * (n > 1)}"
     if n < 2:
-        return f"{facts}: nothing can be concluded about the recipes (one run of each; the seed may be all of it)"
+        return f"{facts}: nothing can be concluded about the recipes (one run of each)"
     p = f"p = {found.p:.2g}" if found.p >= 0.001 else "p < 0.001"
     if found.adjusted is not None and not math.isclose(found.adjusted, found.p):
         p += f", after Holm {found.adjusted:.2g}" if found.adjusted >= 0.001 else ", after Holm < 0.001"
     if found.distinguishable:
         return f"{facts}: shown ({p})"
     if found.detectable is None:
-        return f"{facts}: not shown ({p}; these seeds and problems can show no difference at all)"
+        return f"{facts}: not shown ({p}; no difference could have been seen)"
     size = abs(scale * found.detectable)
     shown = f"{size:.1f}" if scale == 100 else f"{size:.2g}"
     return f"{facts}: not shown ({p}; a true difference of {shown}{unit} would have been seen with 80 % power)"
@@ -216,9 +208,9 @@ def at_steps(study: StudyConfig, runs: Sequence[Run]) -> list[StepComparison]:
 
 def _at_step(what: Comparing, runs: Sequence[Run], step: int) -> StepDifference | None:
     pair = Paired.of(what, runs, step)
-    found = pair.compared()
-    if found is None:
+    if not pair.is_enough:
         return None
+    found = pair.compared()
     ends = (found.interval.low, found.interval.high) if len(pair.seeds) > 1 else (None, None)
     return StepDifference(step=step, difference=found.difference, ci_low=ends[0], ci_high=ends[1], seeds=len(pair.seeds))
 
@@ -246,7 +238,7 @@ def recovered(conditions: Iterable[str], done: Mapping[str, Sequence[Run]]) -> l
             if (clean - before).mean() > 0:
                 means = {"before": before, "after": after, "clean": clean, "clean_after": clean_after}
                 facts = share_recovered(before, after, clean).to_dict() | {name: float(m.mean()) for name, m in means.items()}
-                seconds = float(sum(spent) / len(spent)) if spent else 0.0
+                seconds = float(np.mean(spent)) if spent else 0.0
                 found.append(RecoveredResult(arm=arm, condition=condition, **facts, seconds=seconds))
     return found
 
@@ -279,8 +271,7 @@ def _headline(primary: ComparisonResult) -> str:
     endpoint = primary.endpoint.replace("_", " ")
     where = f" in {primary.condition} {endpoint}" if primary.condition else f" in {endpoint}"
     if primary.verdict == "nothing" or primary.difference is None:
-        why = {0: "no seed is finished in both arms", 1: "there is one seed"}.get(primary.seeds or 0, "")
-        return f"nothing can be concluded: {why}"
+        return f"nothing can be concluded: {'there is one seed' if primary.seeds else 'no seed is finished in both arms'}"
     if primary.verdict == "not shown":
         return f"not shown: no difference between {a} and {b}{where} could be told from chance"
     size = abs(primary.scale * primary.difference)

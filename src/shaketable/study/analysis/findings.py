@@ -1,13 +1,7 @@
 """What a study found: everything that its report shows, as data. From records alone, so the same at any time, on any machine.
 
-An undisturbed study and one that was killed and resumed have the same scores and comparisons, to the bit, and the same
-measured errors but for the rounding of sums: which fires are measured follows from the fires before, also those of another
-process. Times differ.
-
 The primary comparison must have been fixed before anybody could know its result: its arms, the seeds, how they are trained,
-how they are scored. They may be changed later, but the report says so and no longer calls the comparison
-named before the run. That other arms or comparisons came later is reported too; it changes nothing for the primary one.
-Wording, engine and what is kept decide nothing.
+how they are scored. They may be changed later, but the report says so and no longer calls the comparison named before the run.
 """
 
 from __future__ import annotations
@@ -20,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.harden.config import HardenConfig
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.analysis import arms
 from shaketable.study.analysis.comparisons import at_steps, compare, recovered, verdict
@@ -30,17 +23,16 @@ from shaketable.study.analysis.results import (
     DiagnosisResult,
     Environment,
     Findings,
-    LayerProbes,
     LayerSigmaResult,
-    Primary,
+    LayerStatistics,
     StudyFacts,
     StudyVerdict,
 )
-from shaketable.study.cells import STEPS, Cell, cells_of
+from shaketable.study.cells import Cell, cells_of
 from shaketable.study.config import OWN, Arm, Guide, StudyConfig
 from shaketable.study.file import parse_study
 from shaketable.study.runs import Event, Run
-from shaketable.study.store import DEFINITION, definitions, described, digest
+from shaketable.study.store import definitions, described, digest
 from shaketable.train.config import TrainConfig
 
 OWN_PLAN = "the plan and the noise of each arm"
@@ -48,7 +40,6 @@ DECIDES = ("model", "task", "seeds", "train", "harden", "evaluate", "diagnose", 
 
 
 def findings(study: StudyConfig, folder: Path) -> Findings:
-    """Everything about a study in its folder of the store."""
     cells = cells_of(study)
     runs = [Run.of(cell, folder / "runs") for cell in cells]
     done = {name: [r for r in runs if r.arm == name and r.is_done] for name in study.arms}
@@ -56,7 +47,7 @@ def findings(study: StudyConfig, folder: Path) -> Findings:
     compared = compare(study.comparisons, study.compare.primary, runs)
     repaired = recovered(study.conditions, done)
     return Findings(
-        study=_study(study, named_before, digest(folder)),
+        study=_study(study, cells, named_before, digest(folder)),
         complete=all(run.is_done for run in runs),
         runs=tuple(run.facts(f"runs/{run.name}") for run in runs),
         verdict=verdict(compared, runs, unlike, repaired),
@@ -79,9 +70,7 @@ def run_findings(folder: Path) -> Findings:
     evaluation = run.last("evaluation") or {"conditions": []}
     conditions = {c["name"]: c["plan"] for c in evaluation["conditions"]}
     name = str(run.arm or folder.name)
-    sentence = (
-        "One run concludes nothing about a recipe: another seed may give another result. This page reports what happened in it."
-    )
+    sentence = "One run concludes nothing about a recipe: another seed may give another result."
     about: dict[str, Any] = {"model": config.model, "task": config.task, "seeds": (config.seed,)}
     plans: dict[str, Any] = {"plan": config.plan, "plan_in": config.plan_in, "aqn": config.aqn}
     return Findings(
@@ -103,13 +92,7 @@ def run_findings(folder: Path) -> Findings:
     )
 
 
-def _study(study: StudyConfig, named_before: bool, records: str) -> StudyFacts:
-    kinds = {arm.kind for arm in study.arms.values()}
-    if "train" in kinds:
-        steps = int(study.train.get("steps", STEPS))
-    else:  # of hardening where nothing is trained; none where nothing is hardened either
-        default = HardenConfig.model_fields["steps"].default
-        steps = int(study.harden.get("steps", default)) if "harden" in kinds else 0
+def _study(study: StudyConfig, cells: Sequence[Cell], named_before: bool, records: str) -> StudyFacts:
     return StudyFacts(
         name=study.study,
         question=study.question,
@@ -117,14 +100,13 @@ def _study(study: StudyConfig, named_before: bool, records: str) -> StudyFacts:
         model=study.model,
         task=study.task,
         seeds=study.seeds,
-        steps=steps,
+        steps=max((cell.config.get("steps", 0) for cell in cells), default=0),
         options=", ".join(f"{k} {v}" for k, v in study.train.items() if k != "steps"),
         n=study.evaluate.n,
         conditions=tuple(_conditions(study.conditions)),
-        primary=None if study.compare.primary is None else Primary(**study.compare.primary.model_dump()),
         engine=study.engine.kind,
         command=f"shaketable study run {study.study}.yaml",
-        key=cells_of(study)[-1].key if study.seeds else "",
+        key=cells[-1].key if cells else "",
         named_before=named_before,
         digest=records,
     )
@@ -172,7 +154,7 @@ def _settings(study: StudyConfig, arm: Arm) -> list[str]:
     found = {"both": [], "rollout": ["faults in rollouts only"], "loss": ["faults in the loss only"]}[arm.plan_in]
     if arm.skip_layers:
         found.append(f"layer {', '.join(map(str, arm.skip_layers))} not run")
-    for name, value in {**arm.overrides, **(arm.harden or {}), **({"after": arm.after} if arm.after else {})}.items():
+    for name, value in {**arm.overrides, **(arm.harden or {})}.items():
         shown = (" + ".join(map(str, value)) or "none") if isinstance(value, list | tuple) else value
         found.append(f"{'stages' if name == 'rungs' else name} {shown}")
     if arm.model not in (None, study.model):
@@ -204,11 +186,7 @@ def _diagnosis(run: Run, cells: Sequence[Cell], runs: Sequence[Run]) -> Diagnosi
         sentence=found["sentence"],
         layer=found["layer"],
         layers=tuple(
-            LayerProbes(
-                layer=row["layer"],
-                results={probe: result["status"] for probe, result in row["results"].items()},
-                statistics=row["statistics"] or {},
-            )
+            LayerStatistics(layer=row["layer"], statistics=row["statistics"] or {})
             for row in found["probes"]
             if row["layer"] is not None
         ),
@@ -218,7 +196,7 @@ def _diagnosis(run: Run, cells: Sequence[Cell], runs: Sequence[Run]) -> Diagnosi
 
 
 def _sigmas(found: Event, guided: Sequence[Cell], runs: Sequence[Run]) -> list[LayerSigmaResult]:
-    """σ of every layer by the rules, and what an arm had by earlier rules where that differs; none where it guides no arm."""
+    """σ of every layer as the guided arms had it, else by the rules; none where the diagnosis guides no arm."""
     if not guided or guided[0].guide is None:
         return []
     from shaketable.aqn.guidance import Guidance
@@ -230,11 +208,10 @@ def _sigmas(found: Event, guided: Sequence[Cell], runs: Sequence[Run]) -> list[L
         had |= {layer: guide["sigma"] * aqn.multipliers.get(layer, 1.0) for layer in aqn.layers or ()}
     rows = []
     for rule in Guidance.of(found, target="all", base_sigma=guide["sigma"], schedule=guide["schedule"]).layers:
-        row = LayerSigmaResult(layer=rule.layer, sigma=rule.sigma, label=rule.label, why=tuple(rule.why))
-        if not math.isclose(had.get(rule.layer, rule.sigma), rule.sigma, rel_tol=1e-9):
-            why = f"the rules of that time; those of today give {rule.sigma:.4g}"
-            row = LayerSigmaResult(layer=rule.layer, sigma=had[rule.layer], why=(why,))
-        rows.append(row)
+        sigma = had.get(rule.layer, rule.sigma)
+        same = math.isclose(sigma, rule.sigma, rel_tol=1e-9)
+        why = tuple(rule.why) if same else (f"the rules of that time; those of today give {rule.sigma:.4g}",)
+        rows.append(LayerSigmaResult(layer=rule.layer, sigma=sigma, why=why))
     return rows
 
 
@@ -242,32 +219,29 @@ def _sigmas(found: Event, guided: Sequence[Cell], runs: Sequence[Run]) -> list[L
 
 
 def changes(study: StudyConfig, folder: Path, runs: Sequence[Run]) -> tuple[bool, list[str]]:
-    """Whether all that the primary comparison depends on was fixed when the first run ended; and notes on later changes.
+    """Whether all that the primary comparison depends on was fixed when the first run ended; and a note where it was not.
 
     The study as it is reported is compared with the version that was in force by then.
     """
-    if not (folder / DEFINITION / FILE).is_file():
-        return False, ["the study was never run from its file: nothing says when its comparison was named"]
+    unknown = "nothing says that the comparison was named before the results"
     try:
         versions = [v | {"config": described(parse_study(v["config"]))} for v in definitions(folder)]
     except ShaketableError as error:
-        return False, [f"it is unknown when the comparison was named: {error}"]
+        return False, [f"{unknown}: {error}"]
     if not _any_has_ended(folder, runs):
         return True, []
-    if any(e["ended"] < versions[0]["time"] for run in runs for e in run.of_kind("added")):
-        when = "runs that were made elsewhere had ended before the study was written down"
-        return False, [f"{when}: nothing says when its comparison was named"]
-    if versions[0].get("after_results"):
-        return False, ["the study was written down after a run had ended: nothing says when its comparison was named"]
+    older = any(e["ended"] < versions[0]["time"] for run in runs for e in run.of_kind("added"))
+    if older or versions[0].get("after_results"):
+        return False, [f"{unknown}: there were results before the study was written down"]
     before = [v for v in versions if v.get("after_results") is False] or versions[:1]  # the oldest do not say
-    now, then = described(study), before[-1]["config"]
-    decisive, others = _differences(now, then)
+    now = described(study)
+    changed = _decisive_differences(now, before[-1]["config"])
+    if not changed:
+        return True, []
     same = [v["time"] for v in versions if v["config"] == now]
     when = datetime.fromtimestamp(same[0], UTC).strftime("on %Y-%m-%d at %H:%M UTC") if same else "in this report only"
     late = f"changed {when}, after the first run had ended"
-    notes = [f"{late}: {', '.join(decisive)}; read the primary comparison as exploratory"] if decisive else []
-    notes += [f"{late}, beside the primary comparison: {', '.join(others)}"] if others else []
-    return not decisive, notes
+    return False, [f"{late}: {', '.join(changed)}; read the primary comparison as exploratory"]
 
 
 def _any_has_ended(folder: Path, runs: Sequence[Run]) -> bool:
@@ -276,24 +250,17 @@ def _any_has_ended(folder: Path, runs: Sequence[Run]) -> bool:
     return any(run.last("finished") for run in runs) or any(Run.read(path.parent).last("finished") for path in every)
 
 
-def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """What the primary comparison depends on and is not what it was; and what else is not."""
-
-    def changed(name: str) -> bool:
-        arms = (config["arms"].get(name) for config in (now, then))
-        a, b = (arm and {k: v for k, v in arm.items() if k != "description"} for arm in arms)
-        return bool(a != b)
-
-    decisive = [name for name in DECIDES if now.get(name) != then.get(name)]
-    primary, was = now["compare"]["primary"], then["compare"]["primary"]
-    if primary != was:
-        told = was and f"{was['a']} − {was['b']}, {was['condition'] or ''} {was['endpoint']}".replace("  ", " ")
-        decisive.append(f"the primary comparison (it was {told or 'not named'})")
-    pair = () if primary is None else (primary["a"], primary["b"])
-    decisive += [f"the arm {name!r}" for name in pair if changed(name)]
-    others = [f"the arm {name!r}" for name in {**then["arms"], **now["arms"]} if name not in pair and changed(name)]
-    others += [f"compare.{k}" for k in ("secondary", "against") if now["compare"][k] != then["compare"][k]]
-    return decisive, others
+def _decisive_differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    """What the primary comparison depends on and is not what it was."""
+    found = [name for name in DECIDES if now.get(name) != then.get(name)]
+    primary = now["compare"]["primary"]
+    if primary != then["compare"]["primary"]:
+        found.append("the primary comparison")
+    for name in () if primary is None else (primary["a"], primary["b"]):
+        a, b = ((config["arms"].get(name) or {}) | {"description": ""} for config in (now, then))
+        if a != b:
+            found.append(f"the arm {name!r}")
+    return found
 
 
 # ---- notes
@@ -316,13 +283,10 @@ def _not_the_same(runs: Sequence[Run]) -> list[str]:
 
 def _elsewhere(runs: Sequence[Run]) -> list[str]:
     """Runs that were made elsewhere: their numbers are those of the files that were added."""
-    added = [(run.name, e) for run in runs for e in run.of_kind("added")]
-    notes = (
-        [f"{len(added)} of {len(runs)} runs were made elsewhere and added: {', '.join(n for n, _ in added)}"] if added else []
-    )
-    if bare := [name for name, e in added if not e["ledger"]]:
-        why = "have no ledger: only the person who added them vouches that no fault acted in them"
-        notes.append(f"{', '.join(bare)} {why}")
+    added = {run.name: run.of_kind("added")[0]["ledger"] for run in runs if run.of_kind("added")}
+    notes = [f"{len(added)} of {len(runs)} runs were made elsewhere and added: {', '.join(added)}"] if added else []
+    if bare := [name for name, ledger in added.items() if not ledger]:
+        notes.append(f"{', '.join(bare)} have no ledger: nothing but the word of who added them says that no fault acted")
     return notes
 
 

@@ -26,8 +26,6 @@ class PartResult(BaseModel):
 
 
 class SeedValue(PartResult):
-    """One seed's number."""
-
     seed: int
     value: float | None = None
 
@@ -58,8 +56,6 @@ class CurvePoint(PartResult):
 
 
 class Curve(PartResult):
-    """One number over the steps."""
-
     name: str
     points: tuple[CurvePoint, ...] = ()
     band: str = ""
@@ -98,8 +94,6 @@ class LayerResult(PartResult):
 
 
 class MechanismResult(PartResult):
-    """Readings under a condition after the last step."""
-
     condition: str
     loss: float | None = None
     layers: tuple[LayerResult, ...] = ()
@@ -116,13 +110,10 @@ class Cost(PartResult):
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was measured."""
         return any(value is not None for _, value in self)
 
 
 class Sample(PartResult):
-    """An answer of the model."""
-
     condition: str
     id: str = ""
     question: str = ""
@@ -132,8 +123,6 @@ class Sample(PartResult):
 
 
 class ArmResult(PartResult):
-    """An arm and its results."""
-
     name: str
     description: str = ""
     kind: str = ""
@@ -154,8 +143,6 @@ class ArmResult(PartResult):
 
 
 class ComparisonResult(PartResult):
-    """A difference a − b."""
-
     a: str
     b: str
     condition: str | None = None
@@ -190,8 +177,6 @@ class StepDifference(PartResult):
 
 
 class StepComparison(PartResult):
-    """An arm against the baseline, step by step."""
-
     a: str
     b: str
     curve: str
@@ -226,11 +211,8 @@ class RecoveredResult(PartResult):
     sentence: str = ""
 
 
-class LayerProbes(PartResult):
-    """Results of the probes at a layer, by probe, and its statistics."""
-
+class LayerStatistics(PartResult):
     layer: int
-    results: dict[str, str] = {}
     statistics: dict[str, Any] = {}
 
 
@@ -239,26 +221,21 @@ class LayerSigmaResult(PartResult):
 
     layer: int
     sigma: float | None = None
-    label: str = ""
     why: tuple[str, ...] = ()
 
 
 class DiagnosisResult(PartResult):
-    """A diagnosis of the study."""
-
     plan: str | None = None
     model: str = ""
     verdict: str = "INCONCLUSIVE"
     sentence: str = ""
     layer: int | None = None
-    layers: tuple[LayerProbes, ...] = ()
+    layers: tuple[LayerStatistics, ...] = ()
     sigmas: tuple[LayerSigmaResult, ...] = ()
     folder: str = ""
 
 
 class RunFacts(PartResult):
-    """One run, as every table of runs has it."""
-
     name: str
     kind: str = ""
     study: str | None = None
@@ -281,16 +258,12 @@ class RunFacts(PartResult):
 
 
 class StudyVerdict(PartResult):
-    """The first thing that a report says."""
-
     kind: Literal["shown", "not shown", "nothing"] = "nothing"
     headline: str = ""
     sentence: str = ""
 
 
 class ConditionFacts(PartResult):
-    """A condition by its name."""
-
     name: str
     plan: str | None = None
     magnitude: float | None = None
@@ -304,18 +277,7 @@ class Environment(PartResult):
     facts: dict[str, Any] = {}
 
 
-class Primary(PartResult):
-    """The comparison that decides."""
-
-    a: str
-    b: str
-    condition: str | None = None
-    endpoint: str = "accuracy"
-
-
 class StudyFacts(PartResult):
-    """What was asked."""
-
     name: str = ""
     question: str = ""
     origin: str = ""
@@ -326,7 +288,6 @@ class StudyFacts(PartResult):
     options: str = ""
     n: int | None = None
     conditions: tuple[ConditionFacts, ...] = ()
-    primary: Primary | None = None
     engine: str = ""
     command: str = ""
     key: str = ""
@@ -335,8 +296,6 @@ class StudyFacts(PartResult):
 
 
 class Findings(PartResult):
-    """All that a report says."""
-
     kind: Literal["study", "run"] = "study"
     study: StudyFacts = StudyFacts()
     complete: bool = False
@@ -349,6 +308,10 @@ class Findings(PartResult):
     diagnoses: tuple[DiagnosisResult, ...] = ()
     environments: tuple[Environment, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def primary(self) -> ComparisonResult | None:
+        return next((c for c in self.comparisons if c.primary), None)
 
     def to_json(self) -> str:
         """As JSON; a number that is not finite is null."""
