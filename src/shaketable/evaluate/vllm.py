@@ -4,8 +4,8 @@ The engine is started once, with the first faulty plan in its workers (so that a
 every condition is a live change. Eager, because a compiled engine keeps its sites, and on a GPU its faults. Scores are proven
 by the workers' own ledgers.
 
-vLLM batches prompts as it likes and noise is keyed by the call, so under a random fault the two engines agree in law, not in
-bits. It returns no whole distributions, so there is no KL; agreement is that of the most likely token.
+vLLM batches prompts as it likes, so under a random fault the two engines agree in law, not in bits. It returns no whole
+distributions, so there is no KL; agreement is that of the most likely token.
 """
 
 from __future__ import annotations

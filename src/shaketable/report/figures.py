@@ -3,15 +3,9 @@
 An arm has one colour and one dash in every figure: the seven colours of Okabe and Ito without yellow, which keep apart under
 every common colour blindness, and five dashes.
 
-**Curves.** A long run has more steps than a figure has pixels. Steps are then put into at most 60 bins: the line is the mean
-of a bin, the band runs from its least to its greatest value, and the caption says so; thinning would drop the step that broke.
-A missing value interrupts a line. The scale is logarithmic where all values are positive and spread over two decades.
-
-**Forest rows.** The shaded zone around zero is what the comparison could not have seen: differences smaller than the smallest
-detectable one. It keeps "not shown" from being read as "equal". Dots are seeds.
-
-**Heat rows.** Ten shades of one colour whose opacity rises with the value, so that a row reads the same in the dark and on
-paper; a cell without a value is striped. Cells of one shade are one path: a page may have tens of thousands of cells.
+A curve with more steps than a figure has room for is binned: the line is the mean of a bin, the band runs from its least to its
+greatest value, and the caption says so; thinning would drop the step that broke. The shaded zone of a forest row is what the
+comparison could not have seen. Cells of a heat row are ten shades of one colour; one without a value is striped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The page of a diagnosis: one HTML file that explains a verdict to the person who has to act on it.
 
-The page is made from the JSON of a diagnosis and from nothing else, so it can be drawn again on any machine; no torch is
-imported. It loads nothing either: its style is inline, and a content policy in its head forbids the browser to fetch anything.
+The page is made from the JSON of a diagnosis alone, without torch, and loads nothing.
 """
 
 from __future__ import annotations

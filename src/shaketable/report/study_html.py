@@ -1,13 +1,8 @@
 """The page of a study: one HTML file that says first what was shown, and then everything a reader needs to doubt it.
 
-The page is made from the findings and from nothing else, so it can be drawn again on any machine; no torch is imported. It
-loads nothing: style, script and drawings are inline, and a content policy in its head forbids the browser to fetch. With
-JavaScript off only sorting, the theme button, hiding arms and the readout of single cells are lost.
-
-The order is that of a careful reader, not that of the work: the verdict with its interval; what was asked before the
-run; scores with every seed; all comparisons, not the good ones; then curves, the diagnosis, the proof that the faults were
-there, and the way to the records. A section without data is left out, except where its absence is itself a finding (no
-comparison, no proof).
+The page is made from the findings alone, without torch, and loads nothing: style, script and drawings are inline. With
+JavaScript off only sorting, the theme button, hiding arms and the readout of single cells are lost. A section without data is
+left out, except where its absence is itself a finding (no comparison, no proof).
 """
 
 from __future__ import annotations
@@ -143,10 +138,9 @@ def robustness(f: Findings) -> Drawing | None:
 
 
 def diagnosis_rows(d: DiagnosisResult) -> list[HeatmapRow]:
-    """Statistics and the σ made of them, each a row over the layers."""
-    layers, given = [row.layer for row in d.layers], {s.layer: s.sigma for s in d.sigmas}
+    """The statistics of a diagnosis, each a row over the layers."""
+    layers = [row.layer for row in d.layers]
     values = {name: [row.statistics.get(name) for row in d.layers] for row in d.layers for name in row.statistics}
-    values |= {"σ": [given.get(n) for n in layers]} if given else {}
     return [figures.value_row(name, layers, own, figures.shades(own)) for name, own in values.items()]
 
 

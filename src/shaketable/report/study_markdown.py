@@ -1,8 +1,7 @@
 """The findings of a study as Markdown, for a pull request, a terminal or a paper's appendix.
 
-The verdict, the design, and the tables of the page. Readings of layers and samples are left to the page: text of a model in a
-format without escapes is a risk, not a service. Everything that came from outside is escaped: a name with a pipe, an asterisk
-or a tag stays what it is.
+The verdict, the design, and the tables of the page, without readings of layers and answers of the model. Everything that came
+from outside is escaped: a name with a pipe, an asterisk or a tag stays what it is.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The runs that a study consists of, each with a key that says what it is. Imports no torch.
 
 A run is known by the hash of all that its numbers depend on: configuration, seed, threads, and the diagnosis it is guided by.
-The hash is in the name of its folder. So a study that gets another seed or another arm does only what is new, a study whose
-steps were changed does all anew beside what was there, and nothing is ever taken for something else. What the numbers do not
-depend on (the engine, the question, the comparisons) is not in it.
+The hash is in the name of its folder, so nothing is ever taken for something else. What the numbers do not depend on (the
+engine, the question, the comparisons) is not in it.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ A place takes a run and gives a future. Locally that is a process for every plac
 takes longer than a small run. It is not a pool of several processes, which fails as a whole: a crash, or the kernel's
 out-of-memory killer, must end one run and nothing else. On Ray it is a task.
 
-A run waits for the diagnosis that it needs. One that crashed is tried again as often as the study says; one that cannot be done
-as it was asked for is not, since it would end the same way. A run that another process works on is looked at again until it is
-done, or free. What happens within a run is in its record.
+A run that crashed is tried again as often as the study says; one that cannot be done as it was asked for is not, since it would
+end the same way. A run that another process works on is looked at again until it is done, or free.
 """
 
 from __future__ import annotations
@@ -288,11 +287,7 @@ def _begin(environment: dict[str, str], log: str, parent: int) -> None:
 
 
 class RayPlaces:
-    """Ray tasks, on a store that all nodes see.
-
-    Ray places the tasks; which may start is decided here, so that diagnoses come first and a crashed run is tried again by our
-    rules and not by Ray's, whose retries no record would mention.
-    """
+    """Ray tasks, on a store that all nodes see. Retries are ours and not Ray's, which no record would mention."""
 
     name = "ray"
 

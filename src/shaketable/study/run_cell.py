@@ -2,13 +2,11 @@
 
     lock → record (new, or the one that was begun) → attempt → work → finished, or failed with the reason
 
-A run that another process works on is left to it. One that was killed is resumed. Everything that a run needs is in
-its cell and, for a guided arm, in the record of its diagnosis, so that any process on any machine that sees the store can
-do it: a worker of this computer or a Ray task.
+A run that was killed is resumed. Everything that a run needs is in its cell and, for a guided arm, in the record of its
+diagnosis, so that any process on any machine that sees the store can do it.
 
 A run that is only scored writes the same events as training does (`made_of`, `evaluation` of step 0, `mechanism`). Under the
-condition `own` the arm's plan and its noise are one plan: AQN of a score has one σ and no rollout to be held for, so only its
-clauses are left of it. One plan has one ledger, and can be read layer by layer like any other.
+condition `own` the arm's plan and its noise are one plan, with one ledger.
 """
 
 from __future__ import annotations

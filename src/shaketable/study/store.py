@@ -4,18 +4,11 @@
     <store>/<study>/runs/<run>/record.jsonl     its runs
     <store>/<run>/record.jsonl                  a run of `train` or `sweep` put there with --out
 
-The records are the only truth; there is no index that could disagree with them. A listing reads every line of every record, so
-a run that it calls done has an unbroken chain.
+The records are the only truth; there is no index that could disagree with them. The definition is an append-only, chained
+record too. Each version says whether there were results by then, because clocks can be set.
 
-The definition is an append-only, chained record too. Each version says whether there were results by then, because clocks can
-be set: so a report can tell whether the comparison that decides was named before the first run had ended.
-
-The digest of a study is the SHA-256 of what `sha256sum` prints for its records, so anybody can take it without Shaketable:
-
-    cd STORE/STUDY && find * -name record.jsonl | LC_ALL=C sort | xargs sha256sum | sha256sum
-
-Published or signed when a study has ended, it shows every later change: a new chain, a run that was added, left out or done
-again. `asked` is the digest of the definition alone; it is known before the first run (`--dry-run` prints it).
+The digest of a study is the SHA-256 of what `sha256sum` prints for its records, so anybody can take it without Shaketable
+(docs/studies.md). `asked` is the digest of the definition alone; it is known before the first run.
 """
 
 from __future__ import annotations

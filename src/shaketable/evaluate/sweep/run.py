@@ -2,9 +2,9 @@
 
     for each model: load once → clean → every magnitude × seed → one `point` event each
 
-A point event is a whole run with its answers and its ledger, so a kill loses at most the run that was under way. The record
-fixes everything that a resumed sweep must not decide again: configuration, batch size of each model (noise is keyed by the
-call), clean answers, and hashes of weights and problems, which refuse a model or a file that has changed.
+A point event is a whole run with its answers and its ledger, so a kill loses at most the run that was under way. A resumed
+sweep decides nothing again: the record has the batch size of each model (noise is keyed by the call), and hashes of weights and
+problems, which refuse a model or a file that has changed.
 
 KL(clean‖faulty) and top-1 agreement are read on the clean answers to the first 64 problems, under the first seed; of texts, on
 all of them. A plan that did nothing is an error, and no point is written for it.

@@ -1,12 +1,11 @@
 """The differences that a study asked for, each with all that a statistician wants to see beside it, and the verdict.
 
 The difference is a − b. Scores and losses per problem are compared over seeds × problems, crossed (`evaluate.statistics`);
-numbers per run, such as seconds per step, by a paired t over seeds. Two exact p stand beside the p that decides and assume
-less: the sign-flip test over the seeds' differences (five seeds cannot reach 5 % with it), and McNemar's for each seed.
+numbers per run, such as seconds per step, by a paired t over seeds.
 
 Holm's correction has two families. The primary comparison was named before the run and stands alone; all others are one family,
 and are called exploratory; the smallest difference that they could have shown allows for their number. One seed in either arm
-concludes nothing about a recipe, whatever its p: the verdict is "nothing".
+concludes nothing about a recipe, whatever its p.
 """
 
 from __future__ import annotations
@@ -228,7 +227,6 @@ def recovered(conditions: Iterable[str], done: Mapping[str, Sequence[Run]]) -> l
     found = []
     for arm, runs in done.items():
         hardened = [r for r in runs if r.kind == "harden" and len(e := r.of_kind("evaluation")) > 1 and e[0]["step"] == 0]
-        spent = [sum(e["cost"]["seconds"] for e in stages) for run in runs if (stages := run.of_kind("rung"))]
         for condition in conditions:
             scored = [r for r in hardened if r.scores(condition, "accuracy") and r.scores(condition, "accuracy", 0)]
             if condition == CLEAN or not scored:
@@ -238,32 +236,25 @@ def recovered(conditions: Iterable[str], done: Mapping[str, Sequence[Run]]) -> l
             if (clean - before).mean() > 0:
                 means = {"before": before, "after": after, "clean": clean, "clean_after": clean_after}
                 facts = share_recovered(before, after, clean).to_dict() | {name: float(m.mean()) for name, m in means.items()}
-                seconds = float(np.mean(spent)) if spent else 0.0
-                found.append(RecoveredResult(arm=arm, condition=condition, **facts, seconds=seconds))
+                found.append(RecoveredResult(arm=arm, condition=condition, **facts))
     return found
 
 
 # ---- the verdict
 
 
-def verdict(
-    compared: Sequence[ComparisonResult], runs: Sequence[Run], unlike: Sequence[str], repaired: Sequence[RecoveredResult] = ()
-) -> StudyVerdict:
+def verdict(compared: Sequence[ComparisonResult], runs: Sequence[Run], unlike: Sequence[str]) -> StudyVerdict:
     """Kind, headline, and the sentence of the primary comparison; `unlike` says why runs cannot be compared."""
     primary = next((c for c in compared if c.primary), None)
     if primary is None:
         return StudyVerdict(kind="nothing", headline="No comparison was named", sentence="There is nothing to decide.")
-    sentence = primary.sentence
-    own = next((r for r in repaired if (r.arm, r.condition) == (primary.a, primary.condition)), None)
-    if own is not None and own.clean is not None and own.clean_after is not None:
-        clean = f"without the fault {100 * own.clean:.1f} → {100 * own.clean_after:.1f}"
-        sentence += f". {own.sentence[:1].upper()}{own.sentence[1:]}; {clean}; {own.seconds:.0f} s a run."
     if unlike:
-        return StudyVerdict(kind="nothing", headline=f"Nothing can be concluded: {unlike[0]}", sentence=sentence)
+        headline = f"Nothing can be concluded: {unlike[0]}"
+        return StudyVerdict(kind="nothing", headline=headline, sentence=primary.sentence)
     missing = sum(not run.is_done for run in runs)
     so_far = f"So far ({missing} of {len(runs)} runs are missing): " if missing else ""
     headline = so_far + _headline(primary)
-    return StudyVerdict(kind=primary.verdict, headline=headline[:1].upper() + headline[1:], sentence=sentence)
+    return StudyVerdict(kind=primary.verdict, headline=headline[:1].upper() + headline[1:], sentence=primary.sentence)
 
 
 def _headline(primary: ComparisonResult) -> str:

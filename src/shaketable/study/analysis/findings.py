@@ -6,7 +6,6 @@ how they are scored. They may be changed later, but the report says so and no lo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -23,7 +22,6 @@ from shaketable.study.analysis.results import (
     DiagnosisResult,
     Environment,
     Findings,
-    LayerSigmaResult,
     LayerStatistics,
     StudyFacts,
     StudyVerdict,
@@ -31,7 +29,7 @@ from shaketable.study.analysis.results import (
 from shaketable.study.cells import Cell, cells_of
 from shaketable.study.config import OWN, Arm, Guide, StudyConfig
 from shaketable.study.file import parse_study
-from shaketable.study.runs import Event, Run
+from shaketable.study.runs import Run
 from shaketable.study.store import definitions, described, digest
 from shaketable.train.config import TrainConfig
 
@@ -50,12 +48,12 @@ def findings(study: StudyConfig, folder: Path) -> Findings:
         study=_study(study, cells, named_before, digest(folder)),
         complete=all(run.is_done for run in runs),
         runs=tuple(run.facts(f"runs/{run.name}") for run in runs),
-        verdict=verdict(compared, runs, unlike, repaired),
+        verdict=verdict(compared, runs, unlike),
         arms=tuple(_arm(study, name, done[name]) for name in study.arms),
         comparisons=tuple(compared),
         at_steps=tuple(at_steps(study, runs)),
         recovered=tuple(repaired),
-        diagnoses=tuple(_diagnosis(run, cells, runs) for run in runs if run.kind == "locate" and run.is_done),
+        diagnoses=tuple(_diagnosis(run) for run in runs if run.kind == "locate" and run.is_done),
         environments=tuple(_environments(runs)),
         notes=(*_elsewhere(runs), *unlike, *late, *_left_out(runs)),
     )
@@ -174,8 +172,8 @@ def _environments(runs: Sequence[Run]) -> list[Environment]:
 # ---- diagnoses
 
 
-def _diagnosis(run: Run, cells: Sequence[Cell], runs: Sequence[Run]) -> DiagnosisResult:
-    """The diagnosis of a finished `locate` run, with the noise that its rules give the arms that it guided."""
+def _diagnosis(run: Run) -> DiagnosisResult:
+    """The diagnosis of a finished `locate` run."""
     event = run.last("diagnosis")
     assert event is not None
     found = event["diagnosis"]
@@ -190,29 +188,8 @@ def _diagnosis(run: Run, cells: Sequence[Cell], runs: Sequence[Run]) -> Diagnosi
             for row in found["probes"]
             if row["layer"] is not None
         ),
-        sigmas=tuple(_sigmas(found, [c for c in cells if c.needs == run.name and c.guide], runs)),
         folder=f"runs/{run.name}",
     )
-
-
-def _sigmas(found: Event, guided: Sequence[Cell], runs: Sequence[Run]) -> list[LayerSigmaResult]:
-    """σ of every layer as the guided arms had it, else by the rules; none where the diagnosis guides no arm."""
-    if not guided or guided[0].guide is None:
-        return []
-    from shaketable.aqn.guidance import Guidance
-    from shaketable.aqn.spec import AQN
-
-    guide, names = guided[0].guide, {cell.name for cell in guided}
-    had: dict[int, float] = {}
-    for aqn in (AQN.load(run.config["aqn"]) for run in runs if run.name in names and run.is_done):
-        had |= {layer: guide["sigma"] * aqn.multipliers.get(layer, 1.0) for layer in aqn.layers or ()}
-    rows = []
-    for rule in Guidance.of(found, target="all", base_sigma=guide["sigma"], schedule=guide["schedule"]).layers:
-        sigma = had.get(rule.layer, rule.sigma)
-        same = math.isclose(sigma, rule.sigma, rel_tol=1e-9)
-        why = tuple(rule.why) if same else (f"the rules of that time; those of today give {rule.sigma:.4g}",)
-        rows.append(LayerSigmaResult(layer=rule.layer, sigma=sigma, why=why))
-    return rows
 
 
 # ---- what was decided when

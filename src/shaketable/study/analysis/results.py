@@ -207,21 +207,12 @@ class RecoveredResult(PartResult):
     clean_after: float | None = None
     seeds: int | None = None
     problems: int | None = None
-    seconds: float | None = None
     sentence: str = ""
 
 
 class LayerStatistics(PartResult):
     layer: int
     statistics: dict[str, Any] = {}
-
-
-class LayerSigmaResult(PartResult):
-    """The σ that the rules of guidance gave a layer, and why."""
-
-    layer: int
-    sigma: float | None = None
-    why: tuple[str, ...] = ()
 
 
 class DiagnosisResult(PartResult):
@@ -231,7 +222,6 @@ class DiagnosisResult(PartResult):
     sentence: str = ""
     layer: int | None = None
     layers: tuple[LayerStatistics, ...] = ()
-    sigmas: tuple[LayerSigmaResult, ...] = ()
     folder: str = ""
 
 
