@@ -112,17 +112,15 @@ def forest(name: str, members: Sequence[ComparisonResult]) -> Forest:
     return Forest(name, [(c, figures.forest_row(c, x)) for c in members], figures.forest_axis(x, members[0].unit))
 
 
-def learning_curves(arms: Sequence[ArmResult]) -> list[tuple[str, str, Drawing]]:
-    """A figure per curve, in order of appearance: its name, what its band is, and the drawing."""
+def learning_curves(arms: Sequence[ArmResult]) -> list[tuple[str, Drawing]]:
+    """A figure per curve, in order of appearance."""
     found: dict[str, list[Line]] = {}
-    bands: dict[str, str] = {}
     for i, arm in enumerate(arms):
         for curve in arm.curves:
             if known(p.mean for p in curve.points):
                 points = [Point(p.step, p.mean, p.low, p.high) for p in curve.points]
                 found.setdefault(curve.name, []).append(Line(i, arm.name, points))
-                bands.setdefault(curve.name, curve.band)
-    return [(name, bands[name], figures.curves(name, lines, wording.unit_of(name))) for name, lines in found.items()]
+    return [(name, figures.curves(name, lines, wording.unit_of(name))) for name, lines in found.items()]
 
 
 def robustness(f: Findings) -> Drawing | None:

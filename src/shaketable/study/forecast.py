@@ -6,7 +6,6 @@ study is refused before its first run. The time follows from that rehearsal.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +38,7 @@ class Forecast:
     seconds: float | None
     """None where no model could be rehearsed."""
     workers: int
+    """Runs at a time; on Ray as many as fit when 0."""
     can_show: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,7 +54,8 @@ def forecast(study: StudyConfig, folder: Path) -> Forecast:
     cells = own_cells(study)
     done = finished(cells, folder)
     left = [cell for cell in cells if cell.name not in done]
-    problem, count = rehearse_scores(study, cells), workers(study, max(1, len(left)))
+    problem = rehearse_scores(study, cells)
+    count = len(slots(study, max(1, len(left)))) if study.engine.kind == "local" else study.engine.workers
     seconds = None if problem is None else sum(_seconds(cell, problem) for cell in left) / count
     return Forecast(cells, left, seconds, count, can_show(study))
 
@@ -154,12 +155,6 @@ def _seconds(cell: Cell, problem: float) -> float:
         answers, scores = cell.config["steps"] * cell.config["batch"] * repairs, 1 + repairs
     conditions = 1 + FAULTY * len(cell.config["conditions"])
     return LOADING + problem * (TRAINED_ON * answers + scores * int(cell.config["eval_n"]) * conditions)
-
-
-def workers(study: StudyConfig, most: int) -> int:
-    if study.engine.kind == "ray":
-        return study.engine.workers or max(1, (os.cpu_count() or 1) // study.engine.threads)
-    return len(slots(study, most))
 
 
 def can_show(study: StudyConfig) -> str:

@@ -158,10 +158,9 @@ def test_other_problems_are_not_mixed_in(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("plan", "magnitudes", "message"),
-    [(NOISE, (1e-12,), "changed no value"), ("gain@op.gelu", (0.1,), "never fired")],
+    ("task", "plan", "magnitudes", "message"),
+    [("arithmetic", NOISE, (1e-12,), "changed no value"), ("text", "gain@op.gelu", (0.1,), "never fired")],
 )
-@pytest.mark.parametrize("task", ["arithmetic", "text"])
 def test_a_plan_that_does_nothing_is_an_error_and_no_point(tmp_path, task, plan, magnitudes, message):
     made = config(task=task, plan=plan, magnitudes=magnitudes, n=4)
     record = new(tmp_path / "run", made)

@@ -23,15 +23,6 @@ class Riddles(Task):
     def score(self, problem, completion):
         return Score(True, True)
 
-class Half(Task):
-    name = "half"
-
-    def problems(self, split):
-        return []
-
-class Other:
-    pass
-
 Mood = Literal["kind", "grim"]
 Riddles.model_rebuild()
 """

@@ -1,7 +1,3 @@
-import json
-import subprocess
-import sys
-
 from shaketable.evaluate.tasks import Arithmetic, Problem, Score, Task, sample
 
 
@@ -32,11 +28,5 @@ def test_a_sample_depends_on_seed_and_split_and_on_nothing_else():
     assert [p.answer for p in first] != [p.answer for p in sample(Numbered(), "train", 50, seed=1)]
 
 
-def test_a_sample_is_the_same_in_another_process_and_on_another_day():
-    code = (
-        "import json; from shaketable.evaluate.tasks import *; "
-        "print(json.dumps([p.id for p in sample(Arithmetic(level=2), 'test', 4, 7)]))"
-    )
-    other = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-    assert other == [p.id for p in sample(Arithmetic(level=2), "test", 4, seed=7)]
-    assert other == ["69+84", "34+97", "40-49", "53-74"]
+def test_a_sample_is_the_same_on_every_machine():
+    assert [p.id for p in sample(Arithmetic(level=2), "test", 4, seed=7)] == ["69+84", "34+97", "40-49", "53-74"]

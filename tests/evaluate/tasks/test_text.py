@@ -1,9 +1,7 @@
-import json
-
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.tasks import Problem, TextTask, sample
+from shaketable.evaluate.tasks import TextTask, sample
 
 
 @pytest.mark.parametrize(
@@ -27,13 +25,7 @@ def test_bad_files_are_refused(tmp_path):
             TextTask(path=tmp_path / name).texts()
 
 
-def test_it_generates_and_scores_nothing():
-    task = TextTask()
-    assert task.kind == "text"
-    assert json.loads(json.dumps(task.describe())) == {"name": "text", "path": None}
+def test_it_generates_nothing():
+    assert TextTask().describe() == {"name": "text", "path": None}
     with pytest.raises(ShaketableError, match="no problems to solve"):
-        sample(task, "test", 1, seed=0)
-    with pytest.raises(ShaketableError, match="no problems to solve"):
-        task.score(Problem("1", "a", "b"), "b")
-    with pytest.raises(ShaketableError, match="drop max_new_tokens"):
-        TextTask(max_new_tokens=4)
+        sample(TextTask(), "test", 1, seed=0)

@@ -2,11 +2,9 @@
 
 import numpy as np
 import pytest
-from scipy import stats
 
-from shaketable.evaluate.statistics import wilson
 from shaketable.study.analysis import arms
-from shaketable.study.analysis.arms import mean_interval, roughness
+from shaketable.study.analysis.arms import roughness
 from shaketable.study.runs import Run
 from tests.study.small_studies import told
 
@@ -36,22 +34,6 @@ def run(seed):
 
 
 RUNS = [run(seed) for seed in (0, 1, 2)]
-
-
-def test_the_interval_of_a_mean_is_that_of_crossed_effects_by_hand():
-    table = np.array([[1, 0, 0, 1, 1, 0, 1], [0, 0, 0, 1, 1, 0, 1], [1, 1, 0, 1, 1, 0, 0]], dtype=float)
-    s, n = table.shape
-    whole, rows, columns = table.mean(), table.mean(1), table.mean(0)
-    by_seed, by_problem = n * rows.var(ddof=1), s * columns.var(ddof=1)
-    rest = ((table - rows[:, None] - columns[None] + whole) ** 2).sum() / ((s - 1) * (n - 1))
-    a, b = max(by_seed, rest), max(by_problem, rest)
-    freedom = (a + b - rest) ** 2 / (a**2 / (s - 1) + b**2 / (n - 1) + rest**2 / ((s - 1) * (n - 1)))
-    half = stats.t.ppf(0.975, max(freedom, s - 1)) * np.sqrt((a + b - rest) / (s * n))
-    found, method = mean_interval(table)
-    assert (found.low, found.high) == pytest.approx((max(0, whole - half), min(1, whole + half)))
-    assert method == "t over seeds × problems, crossed"
-    for small in (table[:1], table[:, :1]):
-        assert mean_interval(small) == (wilson(float(small.mean()), small.shape[1]), "Wilson, over problems")
 
 
 def test_proof_has_a_row_for_training_aqn_and_every_score_with_its_own_numbers():

@@ -45,12 +45,6 @@ def test_arms_are_scored_under_the_same_noise_and_seeds_under_another(store):
     assert drawn[0] != drawn[1]
 
 
-def test_the_mechanism_knows_the_layer_that_was_hit(found):
-    faulty = next(m for m in found["arms"][0]["mechanism"] if m["condition"] == "faulty")
-    assert [row["survival"] < 0.5 for row in faulty["layers"]] == [n == 3 for n in range(8)]
-    assert all(row["grad_norm"] > 0 for row in faulty["layers"])
-
-
 def test_sigma_cost_and_samples_are_those_of_the_runs(found):
     plain, noisy = found["arms"]
     assert plain["curves"] == [] and plain["cost"]["seconds_per_step"] is None
@@ -64,12 +58,6 @@ def test_sigma_cost_and_samples_are_those_of_the_runs(found):
 def copied(store, folder):
     shutil.copytree(store / "small", folder / "small")
     return folder / "small"
-
-
-def test_what_is_changed_after_the_results_is_told(store):
-    found = findings(small(seeds=1), store / "small")
-    assert any("changed in this report only, after the first run had ended: seeds" in note for note in found["notes"])
-    assert found["study"]["named_before"] is False
 
 
 def test_a_study_that_was_never_run_or_whose_definition_was_changed_is_told(store, tmp_path):

@@ -126,7 +126,7 @@ def curves(runs: Sequence[Run], conditions: Iterable[str]) -> list[Curve]:
         if len(by_step) > 1:
             points = (CurvePoint(step=s, mean=_mean(v), low=min(v), high=max(v)) for s, v in sorted(by_step.items()))
             rough = _mean(roughness(row) for row in rows)
-            found.append(Curve(name=name, points=tuple(points), band="least to greatest over seeds", roughness=rough))
+            found.append(Curve(name=name, points=tuple(points), roughness=rough))
     return found
 
 
@@ -160,7 +160,7 @@ def sigma_curve(runs: Sequence[Run]) -> list[Curve]:
     groups = aqn.groups(count)
     rows = ([aqn.sigma(group, step, steps) for group in groups] for step in range(steps))
     points = tuple(CurvePoint(step=n, mean=_mean(row), low=min(row), high=max(row)) for n, row in enumerate(rows))
-    return [Curve(name="σ of AQN", points=points, band="least to greatest over groups of layers")]
+    return [Curve(name="σ of AQN", points=points)]
 
 
 # ---- proof

@@ -58,7 +58,6 @@ class CurvePoint(PartResult):
 class Curve(PartResult):
     name: str
     points: tuple[CurvePoint, ...] = ()
-    band: str = ""
     roughness: float | None = None
     """Mean distance of a point from the straight line between its neighbours, by run, averaged over runs."""
 
