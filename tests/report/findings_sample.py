@@ -1,4 +1,4 @@
-"""Findings for the pages: a published study, one that stopped half-way, one run, a very large one, and a bare one."""
+"""Findings for the pages: a published study, one that stopped half-way, a very large one, and a bare one."""
 
 import copy
 
@@ -27,15 +27,6 @@ def partial():
     made["arms"][2]["proof"][0] |= {"verdict": "inert", "measured": 0.0, "changed": 0.0, "remark": "the site never fired"}
     made["arms"][3]["proof"][0] |= {"verdict": "differs", "measured": 0.131, "remark": "clipped by the format"}
     made["arms"][4]["proof"] = []
-    return made
-
-
-def one_run():
-    """A single training run on the same page."""
-    made = study()
-    made |= {"kind": "run", "arms": made["arms"][3:4], "comparisons": [], "diagnoses": [], "runs": made["runs"][1:2]}
-    made["study"] |= {"question": "", "origin": "", "command": "shaketable train nano --task arithmetic"}
-    made["verdict"] = {"kind": "nothing", "headline": "nano on arithmetic: 31.0 → 74.1 points, faulty", "sentence": ""}
     return made
 
 
@@ -68,7 +59,7 @@ def large():
 
 def bare():
     """All that must be there."""
-    return {"schema": "shaketable.study/1", "study": {"name": "empty"}, "kind": "study", "complete": False}
+    return {"schema": "shaketable.study/1", "study": {"name": "empty"}, "complete": False}
 
 
-SAMPLES = {"study": study, "partial": partial, "run": one_run, "large": large, "bare": bare}
+SAMPLES = {"study": study, "partial": partial, "large": large, "bare": bare}

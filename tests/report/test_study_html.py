@@ -14,7 +14,7 @@ from shaketable.report.study_tables import proof_table
 from shaketable.report.wording import METHOD
 from shaketable.study.analysis.results import ComparisonResult, Findings, visible
 from tests.report import html_reader
-from tests.report.findings_sample import FAULT, SAMPLES, one_run, study
+from tests.report.findings_sample import FAULT, SAMPLES, study
 from tests.study.published import published
 
 EVIL = "<script>alert(1)</script>\"'></style><img src=x onerror=alert(1)>{{ 7 * 7 }}{% raw %}"
@@ -156,10 +156,7 @@ def test_a_robustness_curve_has_every_arm_at_every_magnitude():
         assert "<title>" + "\n".join([f"magnitude {magnitude}", *lines]) in text
 
 
-def test_a_single_run_and_bare_findings_claim_nothing():
-    reader = read("run")
-    assert not {"comparisons", "diagnosis"} & set(reader.sections)
-    assert "one run, no comparison" in reader.words and "74.1 points, faulty" in reader.words
+def test_bare_findings_claim_nothing():
     words = read("bare").words
     assert "No comparison is possible" in words and "no injection was recorded" in words.lower()
     assert "No primary endpoint was named before the run" in words and "The study has not ended" in words
@@ -254,7 +251,7 @@ def test_characters_that_act_unseen_are_spelled_out():
 
 def test_page_reads_what_json_gives_back_and_needs_no_torch(tmp_path):
     path = tmp_path / "findings.json"
-    path.write_text(json.dumps(one_run()))
+    path.write_text(json.dumps(study()))
     program = (
         "import json, sys; from shaketable.report.study_html import page; from shaketable.report.study_markdown import markdown\n"
         "from shaketable.study.analysis.results import Findings\n"

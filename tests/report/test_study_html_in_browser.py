@@ -60,7 +60,7 @@ def browse(tmp_path):
     return read
 
 
-@pytest.mark.parametrize("name", ["study", "partial", "run", "bare", "large"])
+@pytest.mark.parametrize("name", ["study", "partial", "bare", "large"])
 def test_nothing_overflows_and_no_script_fails(browse, name):
     widths = browse(
         SAMPLES[name](),

@@ -39,15 +39,14 @@ def test_a_listing_says_what_runs_are_and_how_studies_stand(tmp_path):
     run_in(store / ".hidden")
     (record.folder / "reinforce").mkdir()
     (record.folder / "reinforce" / FILE).write_text("not looked at: it lies inside of a run")
-    found = shaketable(tmp_path, "study", "list", "--store", "store", "--runs", "--json", "out.json")
-    assert found.code == 0 and "1 study, 3 runs" in found.stdout
-    told = json.loads((tmp_path / "out.json").read_text())
-    [noise] = told["studies"]
-    assert (noise["name"], noise["folder"], noise["counts"]) == ("noise", "noise", {"done": 1, "partial": 1})
-    runs = {run["folder"]: run for run in told["runs"]}
-    assert list(runs) == ["noise/runs/aqn-3", "noise/runs/aqn-4", "single"]
+    found = shaketable(tmp_path, "study", "list", "--store", "store", "--json", "out.json")
+    assert found.code == 0 and "1 done, 1 partial" in found.stdout
+    [noise] = json.loads((tmp_path / "out.json").read_text())["studies"]
+    assert (noise["name"], noise["counts"]) == ("noise", {"done": 1, "partial": 1})
+    runs = {run.folder: run for run in summaries(store)}
+    assert list(runs) == ["noise/definition", "noise/runs/aqn-3", "noise/runs/aqn-4", "single"]
     facts = {"status": "done", "step": 2, "steps": 9, "attempts": 1, "error": None, "kind": "train", "id": record.head["id"]}
-    assert facts | ABOUT == {key: runs["noise/runs/aqn-3"][key] for key in facts | ABOUT}
+    assert facts | ABOUT == {key: getattr(runs["noise/runs/aqn-3"], key) for key in facts | ABOUT}
     missing = shaketable(tmp_path, "study", "list", "--store", "none")
     assert missing.code == 0 and "no study was run in none" in missing.stdout and not (tmp_path / "none").exists()
 

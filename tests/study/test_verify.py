@@ -15,7 +15,7 @@ from shaketable.records.record import FILE, SEAL, RunRecord, link, linked, parte
 from shaketable.study.cells import cells_of
 from shaketable.study.file import load_study
 from shaketable.study.run_cell import do
-from shaketable.study.store import asked_digest, define, digest, listed, verify
+from shaketable.study.store import asked_digest, define, digest, summaries, verify
 from tests.study.small_studies import data
 
 pytestmark = pytest.mark.attack("tampered records")
@@ -80,7 +80,7 @@ BAD_SEALS = ['{"lines":1,"bytes":2,"sha":[]}', "", "[" * 5000]
 @pytest.mark.parametrize("seal", BAD_SEALS, ids=range(len(BAD_SEALS)))
 def test_a_malformed_seal_is_named_and_hides_no_good_run(store, seal):
     (run_of(store) / SEAL).write_text(seal)
-    code, out, error = command("study", "list", "--store", store, "--runs")
+    code, out, error = command("study", "list", "--store", store)
     assert (code, error) == (0, None)
     assert "3 done" in out and "1 damaged" in out
     code, out, _ = command("study", "verify", store)
@@ -102,7 +102,7 @@ def test_no_head_of_a_record_hides_the_others(store, key, value):
     (head[inner] if inner else head)[key] = value
     body = json.dumps(head).encode()
     (folder / FILE).write_bytes(linked(body, link("", body)))
-    code, out, error = command("study", "list", "--store", store, "--runs")
+    code, out, error = command("study", "list", "--store", store)
     assert code == 0, error
     assert "4 done" in out
     assert command("study", "verify", store)[0] in (0, 1)
@@ -124,9 +124,9 @@ def test_no_event_of_a_record_hides_the_others(store, event, status):
     before = parted((folder / FILE).read_bytes().splitlines(keepends=True)[-1])[1]
     with (folder / FILE).open("ab") as file:
         file.write(linked(event.encode(), link(before, event.encode())))
-    found = {run["folder"]: run for run in listed(store)["runs"]}
-    assert found["small/runs/made-up"]["status"] == status
-    assert sum(run["status"] == "done" for run in found.values()) == 4
+    found = {run.folder: run.status for run in summaries(store)}
+    assert found["small/runs/made-up"] == status
+    assert list(found.values()).count("done") == 4
 
 
 # ---- verify

@@ -159,11 +159,10 @@ def status(
 
 def list_studies(
     store: StoreOption = DEFAULT,
-    runs: Annotated[bool, typer.Option("--runs", help="List every run, not only the studies.")] = False,
     json_file: JsonOption = None,
     force: ForceOption = False,
 ) -> None:
-    """List the studies and single runs of a store, or the studies that ship if nothing was run."""
+    """List the studies of a store, or those that ship if none was run."""
     from shaketable.cli.study_terminal import show_list
     from shaketable.study.file import shipped
     from shaketable.study.store import listed
@@ -171,7 +170,7 @@ def list_studies(
     outputs = OutputFiles(json_file, force=force)
     found = listed(store) | {"shipped": list(shipped())}
     outputs.save(lambda: found)
-    show_list(found, shipped(), runs)
+    show_list(found, shipped())
 
 
 def verify(
@@ -204,7 +203,7 @@ def verify(
 
 
 def report(
-    what: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="A study's YAML or folder, or a training run's folder.")],
+    what: StudyArgument,
     out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="File to write: .html, .md or .json.")] = None,
     replaced: SetOption = None,
     store: StoreOption = DEFAULT,
@@ -214,7 +213,8 @@ def report(
 
     shaketable study report guided-aqn -o report.html
     """
-    found, folder = _reported(what, replaced or [], store)
+    asked, folder = which_study(what, replaced or [], store)
+    found = _findings(asked, folder.parent, _command(what, replaced or [], store) if what.is_file() else "")
     OutputFiles(html_file=out, force=force)
     text = rendered(found, ".md" if out is None else out.suffix, folder, out)
     if out is None:
@@ -262,17 +262,6 @@ def _files(scores: list[str]) -> dict[str, Path]:
     return found
 
 
-def _reported(what: Path, replaced: list[str], store: Path) -> tuple[Findings, Path]:
-    """Findings of a study or a run, and the folder of its records."""
-    from shaketable.records.record import FILE
-    from shaketable.study.analysis.findings import run_findings
-
-    if (what / FILE).is_file():
-        return run_findings(what), what
-    asked, folder = which_study(what, replaced, store)
-    return _findings(asked, folder.parent, _command(what, replaced, store) if what.is_file() else ""), folder
-
-
 def _command(file: Path, replaced: list[str], store: Path) -> str:
     """What does the study again."""
     kept = [] if store == DEFAULT else ["--store", str(store)]
@@ -315,7 +304,7 @@ def rendered(found: Findings, ending: str, folder: Path, output: Path | None) ->
 
 study.command()(as_verb(run, ("file", "replaced", "dry_run", "workers", "store", "report_file", "json_file")))
 study.command()(as_verb(status, ("what", "replaced", "store", "json_file")))
-study.command(name="list")(as_verb(list_studies, ("store", "runs", "json_file")))
+study.command(name="list")(as_verb(list_studies, ("store", "json_file")))
 study.command()(as_verb(report, ("what", "out", "replaced", "store")))
 study.command()(as_verb(verify, ("store", "json_file")))
 study.command()(as_verb(add, ("what", "run", "arm", "seed", "scores", "metrics", "store")))

@@ -70,34 +70,25 @@ def show_status(found: dict[str, Any]) -> None:
         say(out, f"{counted(len(found['others']), 'run')} of other versions of this study in {found['folder']}")
 
 
-def show_list(found: dict[str, Any], shipped: dict[str, Path], runs: bool) -> None:
-    """One line per study, and per run on request; the studies that ship where nothing was run."""
+def show_list(found: dict[str, Any], shipped: dict[str, Path]) -> None:
+    """One line per study; the studies that ship where none was run."""
     out = console()
-    if not found["studies"] and not found["runs"]:
+    if not found["studies"]:
         say(out, f"no study was run in {found['store']}; these ship with the package:")
         for name, file in shipped.items():
             say(out, f"  {name:24} {read_yaml(file, 'the study').get('question', '')}")
         say(out, "Run one with: shaketable study run NAME")
         return
-    studies = "1 study" if len(found["studies"]) == 1 else f"{len(found['studies'])} studies"
-    title = f"{found['store']}: {studies}, {counted(len(found['runs']), 'run')}"
-    table = table_of(("study", "runs", "last written"), title=plain(title))
+    table = table_of(("study", "runs", "last written"), title=plain(found["store"]))
     for study in found["studies"]:
-        table.add_row(plain(study["name"]), _counts(study["counts"]), _time(study["updated"]))
-    for run in found["runs"]:
-        if runs or "/" not in run["folder"]:
-            status = f"[{STYLES[run['status']]}]{run['status']}[/]"
-            table.add_row(plain(run["folder"]), status, _time(run["updated"]))
+        written = datetime.fromtimestamp(study["updated"]).strftime("%Y-%m-%d %H:%M")
+        table.add_row(plain(study["name"]), _counts(study["counts"]), written)
     print_table(out, table)
 
 
 def _counts(counts: dict[str, int]) -> str:
     order = [s for s in STYLES if counts.get(s)]
     return ", ".join(f"[{STYLES[s]}]{counts[s]} {s}[/]" for s in order) or "none yet"
-
-
-def _time(seconds: float | None) -> str:
-    return "–" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
 
 
 @contextmanager

@@ -114,8 +114,6 @@ class Badge(NamedTuple):
 def badge(f: Findings) -> Badge:
     """Mark, words, tone and headline of the verdict; the headline does not repeat the words."""
     mark, words, tone = BADGES[f.verdict.kind]
-    if f.kind == "run":
-        mark, words, tone = "·", "one run, no comparison", "inconclusive"
     headline = (f.verdict.headline or f.study.name).removeprefix(f"{words.capitalize()}: ")
     return Badge(mark, words, tone, headline[:1].upper() + headline[1:])
 

@@ -126,24 +126,20 @@ def progress(study: StudyConfig, folder: Path) -> dict[str, Any]:
 
 
 def listed(store: Path) -> dict[str, Any]:
-    """The studies of a store with the counts of their runs by status, and every run in it."""
+    """The studies of a store, with the counts of their runs by status."""
     by_folder: dict[str, list[RunFacts]] = {}
-    found = summaries(store)
-    for one in found:
+    for one in summaries(store):
         by_folder.setdefault(Path(one.folder).parts[0], []).append(one)
     studies = [
         {
-            "name": next((one.study for one in inside if defines(one) and one.study), folder),
-            "folder": folder,
+            "name": folder,
             "counts": dict(Counter(one.status for one in inside if not defines(one))),
-            "started": min((one.started for one in inside if one.started), default=None),
             "updated": max(one.updated or 0.0 for one in inside),
         }
         for folder, inside in by_folder.items()
-        if any(defines(one) or len(Path(one.folder).parts) > 2 for one in inside)
+        if any(len(Path(one.folder).parts) > 1 for one in inside)
     ]
-    runs = [one.model_dump(mode="json") for one in found if not defines(one)]
-    return {"schema": STATUS_SCHEMA, "store": str(store), "studies": studies, "runs": runs}
+    return {"schema": STATUS_SCHEMA, "store": str(store), "studies": studies}
 
 
 # ---- whether it is what was written

@@ -69,7 +69,7 @@ def two_arms(**replaced):
 def test_a_study_is_told_with_its_arms_scores_verdict_and_runs(tmp_path):
     there = {"python": "3.12"}
     told = findings(two_arms(), written(tmp_path, two_arms(), plain, others={("better", 1): there}))
-    assert (told["schema"], told["kind"], told["complete"], told["notes"]) == (SCHEMA, "study", True, [])
+    assert (told["schema"], told["complete"], told["notes"]) == (SCHEMA, True, [])
     assert json.loads(Findings.model_validate(told).to_json()) == told
     assert (told["study"]["named_before"], told["study"]["digest"]) == (True, digest(tmp_path))
     model, better = told["arms"]

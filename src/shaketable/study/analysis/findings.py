@@ -7,13 +7,12 @@ how they are scored. They may be changed later, but the report says so and no lo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.records.record import FILE, RunRecord
+from shaketable.records.record import FILE
 from shaketable.study.analysis import arms
 from shaketable.study.analysis.comparisons import at_steps, compare, recovered, verdict
 from shaketable.study.analysis.results import (
@@ -24,14 +23,12 @@ from shaketable.study.analysis.results import (
     Findings,
     LayerStatistics,
     StudyFacts,
-    StudyVerdict,
 )
 from shaketable.study.cells import Cell, cells_of
 from shaketable.study.config import OWN, Arm, Guide, StudyConfig
 from shaketable.study.file import parse_study
 from shaketable.study.runs import Run
 from shaketable.study.store import definitions, described, digest
-from shaketable.train.config import TrainConfig
 
 OWN_PLAN = "the plan and the noise of each arm"
 DECIDES = ("model", "task", "seeds", "train", "harden", "evaluate", "diagnose", "device", "dtype")
@@ -56,37 +53,6 @@ def findings(study: StudyConfig, folder: Path) -> Findings:
         diagnoses=tuple(_diagnosis(run) for run in runs if run.kind == "locate" and run.is_done),
         environments=tuple(_environments(runs)),
         notes=(*_elsewhere(runs), *unlike, *late, *_left_out(runs)),
-    )
-
-
-def run_findings(folder: Path) -> Findings:
-    """A single training run, reported as a study of one arm and one seed: what training changed."""
-    RunRecord.open(folder, "train")  # refuses a record of anything else
-    run = Run.read(folder)
-    config = TrainConfig.checked(**run.config)
-    run = replace(run, seed=config.seed)
-    evaluation = run.last("evaluation") or {"conditions": []}
-    conditions = {c["name"]: c["plan"] for c in evaluation["conditions"]}
-    name = str(run.arm or folder.name)
-    sentence = "One run concludes nothing about a recipe: another seed may give another result."
-    about: dict[str, Any] = {"model": config.model, "task": config.task, "seeds": (config.seed,)}
-    plans: dict[str, Any] = {"plan": config.plan, "plan_in": config.plan_in, "aqn": config.aqn}
-    return Findings(
-        kind="run",
-        study=StudyFacts(
-            name=folder.name,
-            **about,
-            key=run.head["id"][:8],
-            steps=config.steps,
-            n=config.eval_n,
-            conditions=tuple(_conditions(conditions)),
-        ),
-        complete=run.is_done,
-        runs=(run.facts("."),),
-        verdict=StudyVerdict(headline="One training run", sentence=sentence),
-        arms=(ArmResult(name=name, kind="train", **about, **plans, **_measured([run], conditions)),),
-        recovered=tuple(recovered(conditions, {name: [run]})),
-        environments=tuple(_environments([run])),
     )
 
 

@@ -285,7 +285,6 @@ class StudyFacts(PartResult):
 
 
 class Findings(PartResult):
-    kind: Literal["study", "run"] = "study"
     study: StudyFacts = StudyFacts()
     complete: bool = False
     runs: tuple[RunFacts, ...] = ()
