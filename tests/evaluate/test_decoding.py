@@ -1,10 +1,7 @@
 """Decoding: the tokens of `model.generate`, whatever the batch; the sampler's own log-probabilities; nobody else's randomness."""
 
-from collections import Counter
-
 import pytest
 import torch
-from scipy import stats
 
 import shaketable as st
 from shaketable.errors import ShaketableError
@@ -79,36 +76,6 @@ def test_log_probabilities_are_those_of_a_forward_over_the_whole_text(nano, prom
     for i, completion in enumerate(found):
         expected = forced(model, prompts[i // 2], completion.tokens, temperature or 1.0)
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)
-
-
-def probabilities(model, prompt, temperature):
-    with torch.no_grad():
-        return (model(torch.tensor([prompt])).logits[0, -1].double() / temperature).softmax(-1)
-
-
-def test_samples_of_one_prompt_are_separate_draws_from_its_distribution(nano, prompts):
-    """2000 samples that share a prompt: pairs of first and second tokens, against exact probabilities, by chi-square."""
-    model, tokenizer = nano
-    temperature, prompt, n = 4.0, prompts[8], 2000
-    decoder = Decoder.of(model, tokenizer, 2, temperature)
-    found = decoder.decode(model, [prompt], samples=n, generator=torch.Generator().manual_seed(0))
-    seen = Counter(tuple(c.tokens) for c in found)
-    expected = {}
-    for first, p in enumerate(probabilities(model, prompt, temperature).tolist()):
-        if first in decoder.ends:
-            expected[first,] = p
-        elif p * n >= 0.1:
-            following = probabilities(model, [*prompt, first], temperature)
-            expected |= {(first, second): p * float(q) for second, q in enumerate(following)}
-    often = [pair for pair, p in expected.items() if p * n >= 5]
-    assert len(often) > 5
-    counts = [seen[pair] for pair in often]
-    shares = [expected[pair] for pair in often]
-    result = stats.chisquare([*counts, n - sum(counts)], [*(p * n for p in shares), n * (1 - sum(shares))])
-    assert result.pvalue > 1e-3
-    neighbours = Counter(a.tokens == b.tokens for a, b in zip(found[::2], found[1::2], strict=True))[True] / (n / 2)
-    same = sum(p * p for p in expected.values())
-    assert neighbours == pytest.approx(same, abs=4 * (same / n) ** 0.5), "neighbours are independent"
 
 
 def test_tokens_depend_on_the_generator_and_never_touch_the_global_one(nano, prompts):

@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from shaketable.report import study_html
-from shaketable.report.figures import families, forest_row, forest_scale
+from shaketable.report.figures import families
 from shaketable.report.study_tables import proof_table
 from shaketable.report.wording import METHOD
-from shaketable.study.analysis.results import ComparisonResult, Findings, visible
+from shaketable.study.analysis.results import Findings, visible
 from tests.report import html_reader
 from tests.report.findings_sample import FAULT, SAMPLES, study
 from tests.study.published import published
@@ -160,20 +160,6 @@ def test_bare_findings_claim_nothing():
     words = read("bare").words
     assert "No comparison is possible" in words and "no injection was recorded" in words.lower()
     assert "No primary endpoint was named before the run" in words and "The study has not ended" in words
-
-
-def test_forest_row_places_estimate_interval_zone_and_seeds():
-    facts = {"unit": "points", "scale": 100, "difference": 0.018, "ci_low": -0.0045, "ci_high": 0.0405, "detectable": 0.03}
-    seeds = [{"seed": n, "value": 0.01 * n} for n in range(5)]
-    c = ComparisonResult(a="a", b="b", primary=True, verdict="not shown", per_seed=seeds, **facts)
-    x = forest_scale([c])
-    svg = str(forest_row(c, x))
-    zone = [float(v) for v in re.findall(r'class="zone" x="([\d.]+)%" width="([\d.]+)%"', svg)[0]]
-    assert zone == pytest.approx([x(-3.0), x(3.0) - x(-3.0)], abs=0.02)
-    assert [float(v) for v in re.findall(r'class="cap" x="([\d.]+)%"', svg)] == pytest.approx([x(-0.45), x(4.05)], abs=0.02)
-    assert float(re.findall(r'class="pin" x="([\d.]+)%"', svg)[0]) == pytest.approx(x(1.8), abs=0.02)
-    assert svg.count("<circle") == 5 and "smallest detectable: 3.0 points" in svg
-    assert x.low < -3.0 and x.high > 4.05
 
 
 def test_the_primary_comparison_comes_first_and_units_do_not_share_an_axis():

@@ -115,17 +115,15 @@ class Crashing(Arithmetic):
     name = "crashing"
 
     def prompt(self, problem, *, chat):
-        for name, number in (("{folder}/once", signal.SIGKILL), ("{folder}/always", signal.SIGSEGV)):
-            if Path(name).exists():
-                if name.endswith("once"):
-                    Path(name).unlink()
-                os.kill(os.getpid(), number)
+        if Path("{folder}/once").exists():
+            Path("{folder}/once").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().prompt(problem, chat=chat)
 """
 
 
 def crashing(folder):
-    """A task that takes its process down once, or always, when a file says so."""
+    """A task that takes its process down once, when a file says so."""
     (folder / "tasks.py").write_text(CRASHING.replace("{folder}", str(folder)))
     return f"{folder}/tasks.py:Crashing"
 
@@ -154,14 +152,6 @@ def test_a_run_that_crashes_is_tried_again_and_does_not_stop_the_others(tmp_path
     [death] = record.events("failed")
     assert death["exit"] == -9 and "died with exit status -9" in death["error"]
     assert "tries again" in out or "died with exit status -9" in out
-
-    (tmp_path / "always").touch()
-    again = finished(
-        start(file_of(tmp_path, arms=arms, compare=compare, seeds=2), store, "--workers", "1", "--allow-code"), code=1
-    )
-    runs = {(r["arm"], r["seed"]): r for r in progress(study(**asked | {"seeds": 2}), store / "small")["runs"]}
-    assert runs["one", 1]["status"] == "failed" and runs["other", 1]["status"] == "done", again
-    assert runs["one", 0]["status"] == "done"
 
 
 @pytest.mark.attack("kills")

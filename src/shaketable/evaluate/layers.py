@@ -9,7 +9,6 @@ a plan means the same layers; faults of layers that are not run are dropped (`wi
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -66,11 +65,6 @@ class Mechanism:
     """In order; empty for a model without decoder layers."""
     ledger: dict[str, Any] | None
     """The proof that the plan acted; None without a plan."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; a number that is not finite is None."""
-        strict: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
-        return strict
 
 
 def mechanism(model: Any, sequences: Sequence[Pair], plan: Plan | None, *, pad: int) -> Mechanism:
@@ -170,7 +164,7 @@ def readings(evaluator: Evaluator, done: Sequence[Evaluation]) -> list[dict[str,
     for evaluation in done:
         plan = evaluation.condition.plan
         try:
-            read = mechanism(evaluator.model, pairs, plan, pad=evaluator.decoder.pad).to_dict()
+            read = asdict(mechanism(evaluator.model, pairs, plan, pad=evaluator.decoder.pad))
         except InertError as error:  # a rare fault that hit in the scores, which prove it, and not in these few answers
             read = {"loss": None, "layers": [], "note": str(error)}
         found.append({"condition": evaluation.condition.name, **read})

@@ -10,7 +10,6 @@ token.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -72,7 +71,7 @@ class Answer:
     """Of the right answer, or of the text, in nats per token, where it was read; not finite where the model is broken."""
 
     def to_dict(self) -> dict[str, Any]:
-        loss = {} if self.loss is None else {"loss": finite(self.loss)}
+        loss = {} if self.loss is None else {"loss": self.loss}
         return {"id": self.id, "text": self.text, "correct": self.correct, "formatted": self.formatted, **loss}
 
 
@@ -119,18 +118,13 @@ class Evaluation:
     def summary(self) -> dict[str, Any]:
         low, high = self.interval.low, self.interval.high
         scores = {"accuracy": self.accuracy, "ci_low": low, "ci_high": high, "n": self.n, "formatted": self.formatted}
-        loss = {} if self.loss is None else {"loss": finite(self.loss)}
+        loss = {} if self.loss is None else {"loss": self.loss}
         spent = {"seconds": self.seconds, "batch_size": self.batch_size}
         return {**self.condition.to_dict(), **scores, **loss, **proof_of(self.ledger), **spent}
 
     def to_dict(self) -> dict[str, Any]:
         answers = [a.to_dict() for a in self.answers]
         return {**self.summary(), "answers": answers, "ledger": self.ledger and self.ledger.to_dict()}
-
-
-def finite(value: float) -> float | None:
-    """The number; None for one that JSON has no word for."""
-    return value if math.isfinite(value) else None
 
 
 def arithmetic(device: str, dtype: str) -> AbstractContextManager[Any]:
@@ -232,7 +226,7 @@ class Evaluator:
             found = read_pairs(pairs, size, partial(self._faulty_logits, injection), self._logits)
         tokens = sum(r.tokens for r in found)
         kl, agree = sum(r.kl for r in found), sum(r.agree for r in found)
-        return {"kl": finite(kl / tokens), "agreement": agree / tokens, "tokens": tokens}
+        return {"kl": kl / tokens, "agreement": agree / tokens, "tokens": tokens}
 
     def _logits(self, pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
         return pair_logits(self.model, pairs, self.decoder.pad)

@@ -39,14 +39,6 @@ def test_which_version_was_in_force_when_the_first_run_ended(tmp_path, monkeypat
         assert named == (asked is in_time) == (not notes)
 
 
-def test_a_study_that_was_written_down_after_a_run_had_ended_was_not_named_before(tmp_path, monkeypatch):
-    written(tmp_path, monkeypatch, (TWO, 10, True), (THREE, 20, False))
-    unknown = "nothing says that the comparison was named before the results"
-    why = f"{unknown}: there were results before the study was written down"
-    assert changes(TWO, tmp_path, ended(100)) == (False, [why]) == changes(THREE, tmp_path, ended(100))
-    assert changes(TWO, tmp_path, []) == (True, []), "nothing has ended in this folder"
-
-
 def test_a_note_names_what_decides_and_was_changed(tmp_path, monkeypatch):
     written(tmp_path, monkeypatch, (TWO, 10, False))
     arms = {**data()["arms"], "new": {}}

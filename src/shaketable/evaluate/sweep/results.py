@@ -29,6 +29,20 @@ Event = dict[str, Any]
 MEASURED = ("measured_error", "measured_magnitude", "changed_fraction", "survival_rate")
 
 
+REFERENCE: dict[str, Any] = {
+    **dict.fromkeys(("difference", "difference_low", "difference_high", "kl"), 0.0),
+    "p": 1.0,
+    "p_adjusted": None,
+    "mcnemar_per_seed": [],
+    "method": None,
+    "detectable": None,
+    "distinguishable": False,
+    "sentence": "the reference",
+    "agreement": 1.0,
+}
+"""What the clean point has: it is no different from itself."""
+
+
 @dataclass(frozen=True)
 class Point:
     """One model under one plan at one magnitude: the runs of all seeds, and the clean run it is compared with."""
@@ -61,7 +75,7 @@ def results(record: RunRecord) -> dict[str, Any]:
     faulty = [p for p in found if not p.is_clean]
     each = [paired(_scores(p.clean), p.scores, seed=config.seed) for p in faulty]
     compared = dict(zip(map(id, faulty), corrected(each), strict=True))
-    points = [_clean(p) if p.is_clean else _faulty(p, compared[id(p)]) for p in found]
+    points = [{**_facts(p), **(REFERENCE if p.is_clean else _compared(p, compared[id(p)]))} for p in found]
     wanted = len(config.models) * sum(s.is_first for s in config.settings())
     return {
         "schema": SCHEMA,
@@ -97,18 +111,9 @@ def _scores(run: Event) -> list[float]:
     return [float(a["correct"]) for a in run["answers"]]
 
 
-def _clean(point: Point) -> dict[str, Any]:
-    """The reference: no different from itself, by definition."""
-    ends = dict.fromkeys(("difference", "difference_low", "difference_high"), 0.0)
-    tests: dict[str, Any] = {"p": 1.0, "p_adjusted": None, "mcnemar_per_seed": [], "method": None, "detectable": None}
-    distance = {"kl": 0.0, "agreement": 1.0}
-    return {**_facts(point), **ends, **tests, "distinguishable": False, "sentence": "the reference", **distance}
-
-
-def _faulty(point: Point, found: Comparison) -> dict[str, Any]:
+def _compared(point: Point, found: Comparison) -> dict[str, Any]:
     clean = _scores(point.clean)
     return {
-        **_facts(point),
         "difference": found.difference,
         "difference_low": found.interval.low,
         "difference_high": found.interval.high,

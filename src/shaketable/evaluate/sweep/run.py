@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shaketable.errors import InertError, ModelError, ShaketableError
-from shaketable.evaluate.score import LONGEST_TEXT, Condition, Evaluation, Evaluator, finite, proof_of
+from shaketable.evaluate.score import LONGEST_TEXT, Condition, Evaluation, Evaluator, proof_of
 from shaketable.evaluate.sweep.config import Setting, SweepConfig
 from shaketable.evaluate.tasks import digest, draw, load_task
 from shaketable.fsdp_checkpoint import sharded_folder
@@ -164,7 +164,7 @@ class Sweep:
 def _of_texts(evaluator: Evaluator, found: Evaluation) -> dict[str, Any]:
     """A run over texts, as sums per text: perplexity is exp(total loss / total tokens)."""
     rows = [
-        {"id": a.id, "tokens": r.tokens, "correct": r.foreseen, "agree": r.agree, "loss": finite(r.loss), "kl": finite(r.kl)}
+        {"id": a.id, "tokens": r.tokens, "correct": r.foreseen, "agree": r.agree, "loss": r.loss, "kl": r.kl}
         for a, r in zip(found.answers, found.readings, strict=True)
     ]
     sizes = {"n": found.n, "tokens": found.tokens, "cut": evaluator.cut, "limit": evaluator.context or LONGEST_TEXT}
