@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -194,16 +195,12 @@ def skip_layers(model: Any, skipped: Sequence[int]) -> None:
     for hook in hooks:
         hook.remove()
     for i in skipped:
-        layers[i].forward = _HandOn(len(returned[i]) if isinstance(returned[i], tuple) else None)
+        layers[i].forward = partial(_hand_on, len(returned[i]) if isinstance(returned[i], tuple) else None)
 
 
-class _HandOn:
-    def __init__(self, size: int | None) -> None:
-        self.size = size
-        """Of the tuple that the layer returned; None where it returned a tensor."""
-
-    def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return hidden_states if self.size is None else (hidden_states, *[None] * (self.size - 1))
+def _hand_on(size: int | None, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of the forward of a layer that returned a tuple of this size, or a tensor."""
+    return hidden_states if size is None else (hidden_states, *[None] * (size - 1))
 
 
 def without(plan: Plan, skipped: Collection[int], model: nn.Module) -> Plan | None:
