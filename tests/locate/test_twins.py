@@ -18,7 +18,7 @@ def test_every_matrix_is_really_changed_by_a_gauge(name):
     model = build(name, attention="eager")
     reference = Reference(model)
     call = trace(model, tokens(), reference).calls[0]
-    circuit = circuit_of(reference.skeleton.get_submodule(call.name), model.config)
+    circuit = circuit_of(reference.expected[call.name], model.config)
     before = {n: p.detach().clone() for n, p in call.module.named_parameters()}
     with gauged(call.module, twins.draw_gauge(circuit, 0, True)):
         changed = {n for n, p in call.module.named_parameters() if not torch.equal(p, before[n])}

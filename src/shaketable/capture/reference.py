@@ -1,8 +1,8 @@
 """The reference that a device is compared with: the model's class rebuilt from its config, and the weights of its file.
 
-The skeleton has parameters without values and gives definitions (which module is what, with which eps). The source is loaded
-on the host as a second model, and its weights are cast to the device's dtype, as loading does. A model that came without a
-source is its own reference: then a wrong weight is not seen, and the diagnosis says so.
+The rebuilt modules have parameters without values, and give definitions (which module is what, with which eps). The source is
+loaded on the host as a second model, and its weights are cast to the device's dtype, as loading does. A model that came without
+a source is its own reference: then a wrong weight is not seen, and the diagnosis says so.
 
 `describe` names a model, its device and this installation: the facts that must agree before two devices are compared.
 """
@@ -81,7 +81,8 @@ class Reference:
         """Keys in which the model's config is not that of its source."""
         self.unexplained = ""
         """A module that the model has and its config does not give, or the other way round."""
-        self.skeleton = self._build(model)
+        self.expected = self._modules(model)
+        """By path: what each module should be."""
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._names = {id(p): name for name, p in self._parameters.items()}
         alone = {
@@ -99,25 +100,33 @@ class Reference:
         self._wrong_at_first: set[tuple[str, str]] | None = None
         self.written: set[int] = set()
         """Memory of buffers that the model's own code writes into."""
-        self.leaves = {path: leaf for path, module in self.skeleton.named_modules() if (leaf := leaf_of(module))}
+        self.leaves = {path: leaf for path, module in self.expected.items() if (leaf := leaf_of(module))}
 
-    def _build(self, model: nn.Module) -> nn.Module:
-        """The class built from the config of its source, else from its own; the model itself where that cannot be done."""
+    def _modules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """By path: the modules that the config of the source gives, else the model's. PEFT's adapters stay the model's own."""
+        own = dict(model.named_modules(remove_duplicate=False))
         config: Any = getattr(model, "config", None)
         asked = _config_like(config, self._file.config) if self._file is not None and hasattr(config, "to_dict") else None
+        has_adapters = hasattr(model, "peft_config")
+        base = cast(Any, model).get_base_model() if has_adapters and hasattr(model, "get_base_model") else model
         try:
-            skeleton = _rebuilt_with_adapters(model, asked)
+            plain = rebuilt(base, asked)
         except Exception:  # a constructor that wants more than a config, or reads its weights; `_unchecked` reports it
-            skeleton = None
-        if skeleton is not None and _paths(skeleton) != _paths(model):
-            self.unexplained = min(_paths(skeleton) ^ _paths(model))
+            plain = None
         if self._file is not None and hasattr(config, "to_dict"):
-            given = asked if skeleton is None else skeleton.config
-            self.other_config = ["its class is another"] if asked is None else list(_unlike_config(config, given))
-        if skeleton is None or self.unexplained:
-            return model
+            held = asked if plain is None else plain.config
+            self.other_config = ["its class is another"] if asked is None else list(_unlike_config(config, held))
+        if plain is None:
+            return own
+        given: dict[str, nn.Module] = dict(plain.eval().named_modules(remove_duplicate=False))
+        names = {path: canonical(path) if has_adapters else path for path in own}
+        unlike = given.keys() - set(names.values()) if has_adapters else given.keys() ^ own.keys()
+        if unlike:
+            self.unexplained = min(unlike)
+            return own
         self.is_rebuilt = True
-        return skeleton.eval()
+        adapters = {path for path, module in own.items() if type(module).__module__.startswith("peft.")}
+        return {path: module if path in adapters else given.get(names[path], module) for path, module in own.items()}
 
     @property
     def has_file(self) -> bool:
@@ -194,7 +203,7 @@ class Reference:
             full = ".".join(p for p in (prefix, path) if p)
             for name, text, is_close in self._unlike(part, full):
                 if self._wrong_at_first is None or (full, name) in self._wrong_at_first:
-                    value, given = (getattr(one, name, None) for one in (part, self.skeleton.get_submodule(full)))
+                    value, given = (getattr(one, name, None) for one in (part, self.expected[full]))
                     # A tensor in the place of None is a state that a forward keeps.
                     is_number = isinstance(value, float) or (isinstance(value, Tensor) and given is not None)
                     may_be_right = is_close or self._may_be_right(part, name)
@@ -203,7 +212,7 @@ class Reference:
 
     def _unlike(self, part: nn.Module, full: str) -> Iterator[tuple[str, str, bool]]:
         """The name of each, how it differs in words, and whether it is only less exact than the config's."""
-        expected = self.skeleton.get_submodule(full)
+        expected = self.expected[full]
         for name in attributes_of(part) | attributes_of(expected):
             value = vars(part).get(name, getattr(part, name, _MISSING))
             given = vars(expected).get(name, getattr(type(expected), name, _MISSING))
@@ -290,10 +299,6 @@ def _in_words(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
-def _paths(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_modules()}
-
-
 def _config_like(own: Any, given: Any) -> Any:
     """The config of a source, told to attend as the model does; None when it is for another class."""
     config = copy.deepcopy(given)
@@ -330,36 +335,6 @@ def rebuilt(model: nn.Module, config: Any = None) -> nn.Module | None:
     finally:
         torch.set_default_dtype(default)
     return skeleton
-
-
-def _rebuilt_with_adapters(model: nn.Module, config: Any = None) -> nn.Module | None:
-    """The same; in a model with PEFT's adapters, every module that the config gives, with the adapters around it."""
-    if not hasattr(model, "peft_config"):
-        return rebuilt(model, config)
-    base = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
-    plain = rebuilt(base, config)
-    if plain is None:
-        return None
-    start = next(path for path, module in model.named_modules() if module is base)
-    given, made = dict(plain.named_modules()), dict[nn.Module, nn.Module]()
-    found = set()
-
-    def build(path: str, module: nn.Module) -> nn.Module:
-        if module in made:
-            return made[module]
-        is_inside = not start or path == start or path.startswith(f"{start}.")
-        name, source = canonical(path.removeprefix(start).lstrip(".")), module
-        if is_inside and name in given:
-            found.add(name)
-            source = module if type(module).__module__.startswith("peft.") else given[name]
-        made[module] = type(source).__new__(type(source))
-        made[module].__dict__.update(source.__dict__, _modules={})
-        for key, child in module._modules.items():
-            made[module]._modules[key] = None if child is None else build(f"{path}.{key}".lstrip("."), child)
-        return made[module]
-
-    adapted = build("", model)
-    return adapted if found == given.keys() else plain
 
 
 def sets_attribute(kind: type, name: str) -> bool:

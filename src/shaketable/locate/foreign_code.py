@@ -73,7 +73,7 @@ def _of_module(path: str, module: nn.Module, reference: Reference) -> Iterator[s
     for name in ("forward", "_call_impl"):
         if name in vars(module):
             yield f"a {name} of its own in {where}"
-    expected = type(reference.skeleton.get_submodule(path))
+    expected = type(reference.expected[path])
     if type(module) is not expected:
         yield f"{where} is a {type(module).__name__} where the config makes a {expected.__name__}"
 

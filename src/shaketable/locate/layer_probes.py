@@ -103,10 +103,12 @@ class ProbedPart:
     @functools.cached_property
     def circuit(self) -> Circuit | str:
         """The layer's wiring; or why its symmetries are not known, for instance because a block has another class."""
-        expected = self.reference.skeleton.get_submodule(self.prefix)
-        for path, block in expected.named_children():
-            if any(block.children()) and type(own := self.module.get_submodule(path)) is not type(block):
-                return f"{self.prefix}.{path} is a {type(own).__name__} where the config makes a {type(block).__name__}"
+        expected, own = self.reference.expected[self.prefix], dict(self.module.named_modules())
+        for path, part in expected.named_modules():
+            if type(own.get(path)) is not type(part):
+                return (
+                    f"{self.prefix}.{path} is a {type(own.get(path)).__name__} where the config makes a {type(part).__name__}"
+                )
         return circuit_of(expected, getattr(self.model, "config", None))
 
     def status(self, probe: str) -> str:
