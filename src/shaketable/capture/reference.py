@@ -126,7 +126,7 @@ class Reference:
             return own
         self.is_rebuilt = True
         adapters = {path for path, module in own.items() if type(module).__module__.startswith("peft.")}
-        return {path: module if path in adapters else given.get(names[path], module) for path, module in own.items()}
+        return own | {path: given[name] for path, name in names.items() if name in given and path not in adapters}
 
     @property
     def has_file(self) -> bool:
