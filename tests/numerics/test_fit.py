@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
 from scipy import stats
 
 from shaketable.faults import Draw, make_fault
-from shaketable.numerics.fit import ROUNDING, best_fit
+from shaketable.numerics.fit import ROUNDING, best_fit, distance
 
 
 def activations(dtype=torch.float32, rows=64, channels=576):
@@ -65,3 +67,11 @@ def test_the_noise_s_likelihood_is_scipy_s():
     assert found.log_gain == pytest.approx(gain - rounding, rel=1e-3)
     assert found.magnitude == pytest.approx(stats.norm.fit(d, floc=0)[1], rel=1e-3)
     assert found.kind == "absolute_gaussian"
+
+
+@settings(max_examples=50)
+@given(some.lists(some.floats(-10, 10), min_size=1, max_size=60))
+def test_the_distance_from_the_normal_is_scipy_s(values):
+    assert distance(torch.tensor(values, dtype=torch.float64)) == pytest.approx(
+        stats.kstest(values, "norm").statistic, abs=1e-12
+    )

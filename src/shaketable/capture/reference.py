@@ -17,7 +17,6 @@ import json
 import platform
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -323,14 +322,25 @@ def _unlike_config(own: Any, given: Any) -> Iterator[str]:
 
 
 def rebuilt(model: nn.Module, config: Any = None) -> nn.Module | None:
-    """The model's class rebuilt from its config, or from another; parameters have no values. None where it has no config."""
+    """The model's class rebuilt from its config, or from another; None where it has no config.
+
+    Parameters have no values, but buffers do: frequencies and scales can be compared.
+    """
     config, build = config or getattr(model, "config", None), getattr(type(model), "_from_config", None)
     if config is None or build is None:
         return None
+    from accelerate import init_empty_weights
+
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with _disable_current_modes(), torch.device("cpu"), _parameters_on_meta():
+        with (
+            _disable_current_modes(),
+            torch.device("cpu"),
+            init_empty_weights(include_buffers=False),
+            torch.random.fork_rng(devices=[]),
+        ):
+            torch.default_generator.manual_seed(0)  # random buffers, and what is said of them, are the same every time
             skeleton: nn.Module = build(copy.deepcopy(config))
     finally:
         torch.set_default_dtype(default)
@@ -358,25 +368,6 @@ def _agree(buffer: Tensor, given: Tensor, unit: float = 2.0**-24) -> bool:
     ends = [(expected.double() * (1 + sign * 8 * unit)).to(got.dtype) for sign in (-1, 1)]
     allowed = RoundingInterval(torch.minimum(*ends), torch.maximum(*ends))
     return not bool(allowed.outside(got).any())
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules built here have parameters without values, but real buffers: frequencies and scales can be compared."""
-    register = nn.Module.register_parameter
-
-    def without_values(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(self, name, parameter)
-        if parameter is not None:
-            self._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-
-    nn.Module.register_parameter = without_values  # type: ignore[method-assign,assignment]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # random buffers, and what is said of them, are the same every time
-            yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
