@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -46,7 +47,8 @@ TRUNCATIONS: dict[str, tuple[float, ...]] = {
 """By kind of truncation, the values that are tried with each temperature."""
 COLUMNS = 4096
 """Tokens of the largest nucleus that is tried."""
-SHIFTS = {1: "next token", -1: "previous token"}
+SHIFTS = {"next": (slice(None, -1), slice(1, None)), "previous": (slice(1, None), slice(None, -1))}
+"""By the token whose number is returned: places in the returned numbers, and in the trainer's own."""
 STEPS = ("temperature", "top_p", "top_k", "repetition_penalty")
 RAW = Sampling(1)
 Differences = list[np.ndarray]
@@ -236,17 +238,15 @@ def _misplaced(case: _Case) -> Iterator[Hypothesis]:
     engine = case.engine
     trainer = [e - x for e, x in zip(engine, case.against(case.sampling), strict=True)]
 
-    def shifted(shift: int) -> Differences:
+    def shifted(here: slice, there: slice) -> Differences:
         found = differences(engine, trainer)
-        here, there = slice(max(-shift, 0), -shift if shift > 0 else None), slice(max(shift, 0), shift if shift < 0 else None)
         for moved, e, own in zip(found, engine, trainer, strict=True):
             moved[here] = e[here] - own[there]
         return found
 
-    for shift, what in SHIFTS.items():
-        if all(len(x) > 2 * abs(shift) for x in engine):
-            says = f"the log-probability at each token is that of the {what}"
-            yield Hypothesis(f"of the {what}", says, lambda shift=shift: shifted(shift))  # type: ignore[misc]
+    for what, places in SHIFTS.items() if all(len(x) > 2 for x in engine) else ():
+        says = f"the log-probability at each token is that of the {what} token"
+        yield Hypothesis(f"of the {what} token", says, partial(shifted, *places))
 
 
 def _prompts(case: _Case) -> Iterator[Hypothesis]:
