@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shaketable.errors import ShaketableError
+from shaketable.errors import ModelError, ShaketableError
 from shaketable.plan import Clause, Plan
 from shaketable.sites.engine_modules import FUSED
 
@@ -52,28 +52,18 @@ def check_model(config: Mapping[str, Any], made: Shaking) -> None:
     Raises:
         ShaketableError: A name or a layer that it does not have, which an actor would find a minute later.
     """
-    clauses = [clause for clause in made.clauses("actor") if clause.site.level != "op"]
-    model = config["actor_rollout_ref"]["model"]
+    clauses = tuple(clause for clause in made.clauses("actor") if clause.site.level != "op")
     if not clauses or _has_adapters(config["actor_rollout_ref"]):
         return
     try:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from shaketable.inject.injection import inject
+        from shaketable.models import load_skeleton
 
-        settings = AutoConfig.from_pretrained(str(model["path"]), trust_remote_code=bool(model.get("trust_remote_code")))
-        if settings.get_text_config() is not settings:
-            return
-        with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(settings)
-    except (ImportError, OSError, ValueError, KeyError):  # verl itself says what is wrong with a model that it cannot load
+        empty = load_skeleton(str(config["actor_rollout_ref"]["model"]["path"]))
+    except (ImportError, ModelError):  # verl itself says what is wrong with a model that it cannot load
         return
-    from shaketable.inject.injection import Injection
-
-    injection = Injection(Plan(clauses=tuple(clauses)), allow_inert=True)
-    try:
-        injection.attach(empty)
-    finally:
-        injection.close(check=False)
+    if empty.config.get_text_config() is empty.config:
+        inject(empty, Plan(clauses=clauses), allow_inert=True).close(check=False)
 
 
 def check_mismatch(config: Mapping[str, Any]) -> None:
