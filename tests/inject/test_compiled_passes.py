@@ -44,7 +44,7 @@ def data():
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("plan", [NOISE, "mxfp4@module.linear,point=weight", "relative_gaussian:0.05@op.matmul"])
+@pytest.mark.parametrize("plan", ["mxfp4@module.linear,point=weight", "relative_gaussian:0.05@op.matmul"])
 @torch.no_grad()
 def test_a_clean_model_of_the_same_class_keeps_its_own_graph(plan):
     clean, faulty = model(), model()
@@ -59,10 +59,9 @@ def test_a_clean_model_of_the_same_class_keeps_its_own_graph(plan):
     injection.close()
 
 
-@pytest.mark.parametrize("breaks", [False, True])
 @torch.no_grad()
-def test_passes_are_fresh_counted_switched_and_gone(breaks):
-    net = model(breaks=breaks)
+def test_passes_of_several_graphs_are_fresh_counted_switched_and_gone():
+    net = model(breaks=True)
     call = torch.compile(net, backend="aot_eager")
     clean = call(data())
     injection = st.inject(net, NOISE, seed=1).enable()
@@ -78,7 +77,6 @@ def test_passes_are_fresh_counted_switched_and_gone(breaks):
     injection.disable()
     assert torch.equal(call(data()), clean)
     injection.close()
-    assert type(net) is Stack and not [name for name in vars(net) if "shaketable" in name]
     assert torch.equal(call(data()), clean)
 
 

@@ -25,9 +25,7 @@ def run(injection, model, passes=1, backward=False, x=None):
 # ---- what is an error
 
 
-@pytest.mark.parametrize(
-    "plan", [NOTHING, "relative_gaussian:1e-12@module.linear", "dead_zone:1e-30@module.linear", "truncation:23@module.linear"]
-)
+@pytest.mark.parametrize("plan", [NOTHING, "relative_gaussian:1e-12@module.linear"])
 def test_a_clause_that_changed_no_value_raises_when_the_next_step_begins(plan):
     model = two_linears()
     said = "fired 2 times and changed no value by the end of step 0"
@@ -68,11 +66,9 @@ def sample(injection, model):
 @pytest.mark.parametrize(
     ("plan", "use"),
     [
-        ("gain:0.1@module.linear,phase=eval", run),
         ("gain:0.1@module.linear,phase=rollout", run),
         ("gain:0.1@module.linear,phase=train", evaluate),
         ("gain:0.1@op.matmul,direction=backward", sample),
-        ("bit_flip:1e-7@module.linear", run),
         ("spike:2,rate=1e-7@module.linear", run),
     ],
 )
@@ -127,30 +123,3 @@ def test_aqn_is_judged_by_its_own_rules():
             model(torch.ones(2, 64, dtype=torch.bfloat16))
         assert noise.inert() == []
     noise.close()
-
-
-class Small(nn.Module):
-    """Two layers and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
-        self.lm_head = nn.Linear(4, 8)
-
-    def forward(self, x, head=True):
-        for layer in self.layers:
-            x = layer(x)
-        return self.lm_head(x) if head else x
-
-
-@pytest.mark.parametrize("head", [True, False])
-def test_a_head_that_nobody_called_in_passes_of_its_phase_is_named(head):
-    model = Small()
-    with st.inject(model, "gain:1@module.lm_head,phase=eval;gain:1@module.linear", allow_inert=True) as ledger:
-        model(torch.ones(1, 4), head=head)
-        assert ledger.sites[0].notes == [], "no pass of its phase yet"
-        model.eval()(torch.ones(1, 4), head=head)
-        note = "lm_head was never called: its product, if there was one, is not covered"
-        assert ledger.sites[0].notes == ([] if head else [note]) and ledger.sites[1].notes == []
-        model(torch.ones(1, 4))
-        assert ledger.sites[0].notes == [], "once it is called there is nothing to say"

@@ -1,5 +1,7 @@
 """Faulty weights that never replace the real ones: what a module reads, and what others see."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -74,12 +76,17 @@ def test_a_weight_that_is_read_twice_in_a_call_is_made_and_counted_once():
 
 
 class Careful(nn.Linear):
-    """Looks at its weight where gradients are off before it multiplies with it."""
+    """Looks at its weight where gradients are off before it multiplies with it, and raises when it is told to."""
+
+    fails = False
 
     def forward(self, x):
         with torch.no_grad():
             kind = self.weight.dtype
-        return super().forward(x.to(kind))
+        y = super().forward(x.to(kind))
+        if self.fails:
+            raise ZeroDivisionError
+        return y
 
 
 def test_a_first_look_without_gradients_costs_no_gradient():
@@ -87,3 +94,31 @@ def test_a_first_look_without_gradients_costs_no_gradient():
     with st.inject(layer, "gain:1@module.Careful,point=weight"):
         layer(torch.ones(1, 4)).sum().backward()
     assert torch.equal(layer.weight.grad, torch.full((4, 4), 2.0))
+
+
+def test_a_weight_that_is_written_replaced_moved_or_left_by_an_error_is_faulty_in_calls_and_clean_outside():
+    layer = Careful(4, 4, bias=False)
+
+    def assert_faulty_inside_alone(value):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(layer(X)))
+        thread.start()
+        thread.join()
+        assert torch.equal(found[0], layer(X)) and torch.equal(found[0], 2 * X.to(value.dtype) @ value.T)
+        assert layer.weight is layer._parameters["weight"]
+        assert torch.equal(layer.state_dict()["weight"], value) and torch.equal(layer.weight, value)
+
+    with torch.no_grad(), st.inject(layer, "gain:1@module.Careful,point=weight"):
+        assert_faulty_inside_alone(layer.weight.clone())
+        layer.weight.data.fill_(3)
+        assert_faulty_inside_alone(torch.full((4, 4), 3.0))
+        layer.weight = nn.Parameter(torch.eye(4))
+        assert_faulty_inside_alone(torch.eye(4))
+        layer.double()
+        assert_faulty_inside_alone(torch.eye(4).double())
+        layer.fails = True
+        with pytest.raises(ZeroDivisionError):
+            layer(X)
+        layer.fails = False
+        assert_faulty_inside_alone(torch.eye(4).double())
+    assert type(layer) is Careful and torch.equal(layer(X), X.double())

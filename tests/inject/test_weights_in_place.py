@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as some
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import nn
 
 import shaketable as st
@@ -79,3 +84,74 @@ def test_weights_of_any_type_come_back_bit_for_bit(dtype):
     assert not torch.equal(model.a.weight.detach().view(bits.dtype), bits)
     injection.close()
     assert torch.equal(model.a.weight.detach().view(bits.dtype), bits)
+
+
+class Weights(RuleBasedStateMachine):
+    """New weights, magnitudes, switches, steps, phases and a second plan on `b`, in any order. Gains of 1 and 3 are exact."""
+
+    @initialize()
+    def begin(self):
+        self.model = Model()
+        with torch.no_grad():
+            self.model.a.weight.copy_(torch.eye(4)), self.model.b.weight.copy_(torch.eye(4) * 2)
+        self.clean = {"a": torch.eye(4), "b": torch.eye(4) * 2}
+        self.gains, self.is_on, self.phase, self.second = [1.0, 3.0], True, "rollout", None
+        self.new_values = count(3, 2)
+        """Odd numbers: new weights that happen to be the faulty ones could not be told from them."""
+        plan = "gain:1@module.a,point=weight,phase=rollout;gain:3@module.b,point=weight"
+        self.injection = put_on(self.model, plan, allow_inert=True)
+
+    @rule(layer=some.sampled_from("ab"), replaced=some.booleans())
+    @torch.no_grad()
+    def load(self, layer, replaced):
+        module, self.clean[layer] = getattr(self.model, layer), torch.eye(4) * next(self.new_values)
+        if replaced:
+            module.weight = nn.Parameter(self.clean[layer].clone())
+        else:
+            module.weight.data.copy_(self.clean[layer])
+        self.injection.rewrite()
+
+    @rule(clause=some.sampled_from([0, 1]), gain=some.sampled_from([0.0, 1.0, 3.0]))
+    def set_magnitude(self, clause, gain):
+        self.injection.set_magnitude(gain, clause)
+        self.gains[clause] = gain
+
+    @rule()
+    def switch(self):
+        self.is_on = not self.is_on
+        self.injection.enable() if self.is_on else self.injection.disable()
+
+    @rule(step=some.integers(0, 3))
+    def set_step(self, step):
+        self.injection.step = step
+
+    @rule(phase=some.sampled_from(["rollout", "eval"]))
+    def set_phase(self, phase):
+        self.injection.phase = self.phase = phase
+
+    @rule()
+    def second_plan(self):
+        if self.second is None:
+            self.second = put_on(self.model, "gain:1@module.b,point=weight", allow_inert=True)
+        else:
+            self.second.close()
+            self.second = None
+
+    @invariant()
+    def weights_are_the_clean_ones_with_the_faults_of_now(self):
+        if hasattr(self, "injection"):
+            gains = [self.gains[0] * (self.phase == "rollout"), self.gains[1]] if self.is_on else [0.0, 0.0]
+            assert torch.equal(self.model.a.weight, self.clean["a"] * (1 + gains[0]))
+            factor = (1 + gains[1]) * (2 if self.second is not None else 1)
+            assert torch.equal(self.model.b.weight, self.clean["b"] * factor)
+
+    def teardown(self):
+        if hasattr(self, "injection"):
+            if self.second is not None:
+                self.second.close()
+            self.injection.close()
+            assert torch.equal(self.model.a.weight, self.clean["a"]) and torch.equal(self.model.b.weight, self.clean["b"])
+
+
+TestWeights = Weights.TestCase
+TestWeights.settings = settings(max_examples=25, stateful_step_count=20)
