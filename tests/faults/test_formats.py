@@ -106,15 +106,11 @@ def test_scaled_fp8_is_the_cast_of_the_scaled_value(kind, dtype, scope):
     assert same(quantized(kind, x, scope=scope), wanted.reshape(16, 256).to(dtype))
 
 
-def test_the_oracles_disagree_about_overflow_and_we_saturate():
-    """Past 448 ml_dtypes gives NaN and torch 448 (before 2.12: NaN); past 57344 both may give infinity."""
+def test_a_cast_without_a_scale_saturates():
+    """Past 448 ml_dtypes gives NaN and torch 448; past 57344 both may give infinity."""
     x = torch.tensor([449.0, 500.0, 1e6, -500.0, INF])
-    assert cast(x, E4M3).isnan().tolist() == [False, True, True, True, True]
-    torchs = x.to(torch.float8_e4m3fn).float()
-    assert all(v.isnan() or v.abs() == 448 for v in torchs)
     assert quantized("fp8_e4m3", x, scope="none").tolist() == [448, 448, 448, -448, 448]
     y = torch.tensor([60000.0, 65536.0, -1e9, INF])
-    assert cast(y, E5M2).tolist() == [57344, INF, -INF, INF]
     assert quantized("fp8_e5m2", y, scope="none").tolist() == [57344, 57344, -57344, 57344]
 
 
@@ -143,11 +139,7 @@ def mxfp4_plain(x: Tensor) -> Tensor:
     return MXFP4()._plain(x, Draw(1)).to(x.dtype)
 
 
-def mxfp4_fault(x: Tensor) -> Tensor:
-    return MXFP4().apply(x, Draw(1))
-
-
-each_route = pytest.mark.parametrize("route", [mxfp4_kernel, mxfp4_plain, mxfp4_fault])
+each_route = pytest.mark.parametrize("route", [mxfp4_kernel, mxfp4_plain])
 
 
 def mxfp4_by_ml_dtypes(x: Tensor) -> Tensor:
@@ -163,15 +155,6 @@ def mxfp4_by_torchao(x: Tensor) -> tuple[Tensor, Tensor]:
     """torchao's values, and its scale bytes."""
     scale, data = mx.to_mx(x, torch.float4_e2m1fn_x2, 32, mx.ScaleCalculationMode.FLOOR)
     return mx.to_dtype(data, scale, torch.float4_e2m1fn_x2, 32, x.dtype), scale.view(torch.uint8)
-
-
-@each_route
-def test_mxfp4_midpoints_and_saturation(route):
-    """A block whose maximum lies in [4, 8) has scale 1: its values land on the bare grid, and past 6 on 6."""
-    points = finite_codes(E2M1)
-    x = torch.cat([(points[1:] + points[:-1]) / 2, torch.tensor([6.0, 6.5, 7.0, 7.9999, -7.5])])
-    x = torch.nn.functional.pad(x, (0, 32 - len(x)))
-    assert same(route(x), cast(x.clamp(-6, 6), E2M1))
 
 
 @both_dtypes
@@ -205,23 +188,6 @@ def test_mxfp4_zeros_subnormals_infinities_and_nan(route, dtype):
     assert y[6, :3].tolist() == [INF, 0.0, 0.0]
     assert y[x.isnan().any(-1)].isnan().all()
     assert not y[~x.isnan().any(-1)].isnan().any()
-
-
-@each_route
-def test_torchao_halves_blocks_whose_scale_is_subnormal_and_we_do_not(route):
-    """torchao divides by 2^-126 where the scale is 2^-127, and multiplies by 2^-127 afterwards."""
-    x = torch.zeros(32)
-    x[0], x[1] = 2.0**-126, -(2.0**-127)
-    wanted, scale = mxfp4_by_torchao(x)
-    assert scale.item() == 0
-    assert same(wanted, x / 2)
-    assert same(route(x), x)
-
-
-def test_mxfp4_float16_goes_the_plain_way():
-    x = random_blocks(500, 32, -20, 12, torch.float16)
-    assert native.mxfp4(x) is None
-    assert same(mxfp4_fault(x), mxfp4_by_ml_dtypes(x))
 
 
 # NVFP4
@@ -260,7 +226,7 @@ def test_nvfp4_random_blocks_as_torchao(dtype):
         assert same(quantized("nvfp4", x), nvfp4_by_torchao(x))
 
 
-@pytest.mark.parametrize("amax", [1e-45, 1e-40, 1e-38, 1e-36, 1e-35, 1e-34, 1e-33])
+@pytest.mark.parametrize("amax", [1e-45, 1e-38, 1e-35, 1e-33])
 def test_nvfp4_of_tiny_tensors_is_finite_and_no_larger(amax):
     """Inverse scales overflow there; zeros must stay zeros, and values must not grow to the block's maximum."""
     x = torch.zeros(2, 32)

@@ -45,9 +45,6 @@ def test_all_twelve_sums_are_those_of_numpy(dtype, lanes):
     assert s.plain_sums(clean, faulty, lanes).tolist() == pytest.approx(numpy_sums(clean, faulty, lanes), rel=1e-12)
 
 
-# ---- units
-
-
 # ---- reading back
 
 
@@ -74,11 +71,9 @@ def test_a_magnitude_is_read_back_from_the_faulty_channels_alone(text):
     ("fields", "values", "nothing"),
     [
         ({"kind": "gain", "magnitude": 0.1}, 256, True), ({"kind": "gain", "magnitude": 0.1}, 255, False),
-        ({"kind": "gain", "magnitude": 0.1, "sparsity": 0.5}, 511, False), ({"kind": "gain", "magnitude": 0.1, "sparsity": 0.5}, 512, True),
-        ({"kind": "bit_flip", "magnitude": 0.25}, 1023, False), ({"kind": "bit_flip", "magnitude": 0.25}, 1024, True),
+        ({"kind": "gain", "magnitude": 0.1, "sparsity": 0.5}, 511, False), ({"kind": "bit_flip", "magnitude": 0.25}, 1023, False),
         ({"kind": "bit_flip", "magnitude": 1e-9}, 100, True), ({"kind": "bit_flip", "magnitude": 1e-7}, 100, False),
-        ({"kind": "dead_zone", "magnitude": 0.5}, 511, False), ({"kind": "dead_zone", "magnitude": 0.5}, 512, True),
-        ({"kind": "saturation", "magnitude": 0.5, "scope": "absolute"}, 10**9, False), ({"kind": "mxfp4"}, 256, True),
+        ({"kind": "saturation", "magnitude": 0.5, "scope": "absolute"}, 10**9, False),
     ],
 )  # fmt: skip
 def test_a_fault_is_said_to_change_nothing_when_enough_was_seen(fields, values, nothing):

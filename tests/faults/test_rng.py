@@ -99,7 +99,7 @@ def test_streams_of_a_draw_are_unrelated():
 
 
 @each_sample
-@pytest.mark.parametrize("lag", [1, 2, 16, 32])
+@pytest.mark.parametrize("lag", [1, 16])
 def test_neighbours_are_unrelated(sample, lag):
     z = sample(key_of("lag"))
     for f in (lambda v: v, np.square, np.sign):

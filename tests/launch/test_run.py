@@ -22,34 +22,23 @@ def test_a_plain_loop_has_faults_forward(tmp_path):
     assert ledger["sites"][0]["phases"] == {"train": {"forward": 10, "backward": 0}}
 
 
-def test_a_program_without_torch_is_exit_3(tmp_path):
-    code, _, printed = under_plan(tmp_path / "l", LINEAR, sys.executable, "-c", "print('hello')")
-    assert code == 3
-    assert "no process of this command imported torch" in printed
-
-
 @pytest.mark.parametrize(
     ("plan", "command", "words"),
     [
         ("gian:1@op.matmul", ["true"], "did you mean 'gain'"),
         ("gain:1@op.matmul", ["no-such-program-here"], "cannot run 'no-such-program-here'"),
         ("missing.yaml", ["true"], "missing.yaml"),
+        (LINEAR, ["true"], "another run"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(tmp_path, plan, command, words):
-    code, _, printed = under_plan(tmp_path / "l", plan, *command)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "ledger.json").write_text("{}")
+    code, _, printed = under_plan(tmp_path / ("taken" if words == "another run" else "l"), plan, *command)
     assert code == 2
     assert words in printed
     assert len(printed.strip().splitlines()) == 1
-
-
-def test_nothing_is_overwritten(tmp_path):
-    under_plan(tmp_path / "l", LINEAR, *program("plain_loop.py"))
-    before = (tmp_path / "l" / "ledger.json").read_bytes()
-    code, _, printed = under_plan(tmp_path / "l", LINEAR, *program("plain_loop.py"))
-    assert code == 2
-    assert "another run" in printed
-    assert (tmp_path / "l" / "ledger.json").read_bytes() == before
+    assert (tmp_path / "taken" / "ledger.json").read_text() == "{}", "nothing is overwritten"
 
 
 @pytest.mark.parametrize(
@@ -63,9 +52,8 @@ def test_workers_have_faults_and_write_their_own_ledger(tmp_path, kind, fires, a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("package", "start"), [("multiprocessing", "fork"), ("torch.multiprocessing", "spawn")])
-def test_a_pool_ends_its_children_and_no_pass_is_lost(tmp_path, package, start):
-    code, ledger, printed = under_plan(tmp_path / "l", LINEAR, *program("pool.py", package, start))
+def test_a_pool_ends_its_children_and_no_pass_is_lost(tmp_path):
+    code, ledger, printed = under_plan(tmp_path / "l", LINEAR, *program("pool.py", "torch.multiprocessing", "spawn"))
     assert code == 0, printed
     assert ledger["forward"] == 20
 

@@ -64,26 +64,20 @@ def role(module, path="model.thing", **beside):
     [
         (holding("LlamaRMSNorm", weight=2), "rmsnorm"),
         (holding("Qwen3RMSNorm"), None),
-        (holding("SomeRMSNorm", weight=(2, 2)), None),
         (nn.LayerNorm(2), "layernorm"),
         (nn.Embedding(3, 2), "embedding"),
         (holding("VocabParallelEmbedding", weight=(3, 2)), "embedding"),
         (holding("LlamaRotaryEmbedding"), None),
-        (holding("SomeEmbedding", weight=3), None),
         (nn.Linear(2, 3), "linear"),
         (holding("Linear4bit", weight=(2, 2)), "linear"),
         (holding("Linear4bit", weight=4), None),
         (holding("MixtralExperts", up=(2, 2, 2), down=(2, 2, 2), scale=2), "linear"),
-        (holding("MixtralExperts", weight=(2, 2)), None),
         (holding("SomeExperts", module="vllm.layers", up=(2, 2, 2)), None),
         (holding("Conv1D", weight=(2, 2)), "linear"),
         (holding("Linear", weight=None), None),
-        (nn.Conv2d(1, 1, 1), None),
         (around(nn.Linear(2, 2), name="LlamaAttention"), "attention"),
-        (kind("Attention")(), None),
         (around(nn.Linear(2, 2), name="LlamaMLP"), "mlp"),
         (around(nn.Linear(2, 2), name="Qwen3MoeSparseMoeBlock"), "mlp"),
-        (around(nn.Linear(2, 2), name="MLPBlock"), None),
         (nn.Sequential(nn.Linear(2, 2)), None),
     ],
 )  # fmt: skip
@@ -91,7 +85,7 @@ def test_a_class_and_a_shape_make_a_role(module, wanted):
     assert role(module) == wanted
 
 
-@pytest.mark.parametrize("name", ["lm_head", "embed_out", "output_projection"])
+@pytest.mark.parametrize("name", ["lm_head", "embed_out"])
 def test_a_head_is_known_by_its_name_where_the_model_does_not_say(name):
     assert role(nn.Linear(2, 4), name) == role(nn.Linear(2, 4), f"model.{name}") == "lm_head"
     assert role(nn.Sequential(nn.Linear(2, 4)), name) is None, "which has no weight of its own"
