@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from shaketable.errors import PlanError
 from shaketable.faults import KINDS, Format
-from shaketable.layer_ranges import join_layers
 from shaketable.plan import INCLUDABLE, OPS, PHASES, Plan
 
 often = settings(max_examples=200)
@@ -155,76 +154,19 @@ def test_layers_in_yaml_are_numbers_ranges_or_lists_of_both(layers, wanted):
     assert plan.text() == f"gain:1@module.a,layers={wanted}"
 
 
-# Valid plans, made at random
-
-NAMES = st.text("abcxyz_*?.[]019@=:-!/ é", min_size=1, max_size=8).map(str.strip).filter(bool)
+# Every fault at every level
 
 
-def many(values: tuple[str, ...]) -> st.SearchStrategy[list[str]]:
-    return st.lists(st.sampled_from(values), min_size=1, max_size=3, unique=True)
-
-
-def optional(**strategies: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries({}, optional=strategies)
-
-
-@st.composite
-def faults(draw: Any) -> dict[str, Any]:
-    """Fields of a valid fault."""
-    kind = draw(st.sampled_from(list(KINDS)))
-    whole = {"stuck_bit", "truncation"}
-    top = 1 if kind in ("dead_zone", "bit_flip") else 1e6
-    amount = st.integers(0, 52) if kind in whole else st.floats(1, 100) if kind == "non_determinism" else st.floats(0, top)
-    rounding = st.sampled_from(["even", "stochastic"])
-    more = {
-        "dead_zone": {"scope": st.sampled_from(["tensor", "token", "block"]), "block": st.integers(1, 4096)},
-        "saturation": {"scope": st.sampled_from(["tensor", "absolute"]), "block": st.integers(1, 64)},
-        "spike": {"rate": st.floats(0, 1, exclude_min=True), "mode": st.sampled_from(["scale", "max"])},
-        "bit_flip": {"bit": st.integers(0, 63)},
-        "non_determinism": {"mode": st.sampled_from(["amplified", "inconsistent"])},
-        "fp8_e4m3": {"scope": st.sampled_from(["tensor", "none"]), "rounding": rounding},
-        "mxfp4": {"rounding": rounding},
-    }
-    fields = draw(optional(sparsity=st.floats(0, 1, exclude_min=True), **more.get(kind, {})))
-    magnitude = {} if issubclass(KINDS[kind], Format) else {"magnitude": draw(amount)}
-    return {"fault": kind, **magnitude, **fields}
-
-
-@st.composite
-def clauses(draw: Any) -> dict[str, Any]:
-    """Fields of a valid clause, as a YAML file has them."""
-    fault = draw(faults())
-    levels = ["module", "layer"] if issubclass(KINDS[fault["fault"]], Format) else ["module", "layer", "op"]
-    level = draw(st.sampled_from(levels))
-    layers = st.sets(st.integers(0, 99), min_size=1, max_size=6).map(lambda s: join_layers(tuple(sorted(s))))
-    names = {"module": st.lists(NAMES.map(lambda n: n.replace("+", "")), min_size=1, max_size=3, unique=True).map("+".join),
-             "layer": st.just("all") | layers, "op": many((*OPS, "all")).map("+".join)}[level]  # fmt: skip
-    points = {"module": ("input", "output", "weight"), "layer": ("input", "output"), "op": ("output",)}[level]
-    keys: dict[str, Any] = {
-        "point": many(points),
-        "direction": st.sampled_from(["forward", "backward", "both"]),
-        "phase": many(PHASES),
-        "include": many(INCLUDABLE),
-    }
-    if level != "layer":
-        keys["layers"] = layers
-    return {**fault, "site": f"{level}.{draw(names)}", **draw(optional(**keys))}
-
-
-SEEDS = st.integers(-(2**63), 2**64 - 1)
-plans = st.builds(lambda items, seed: {"plan": items, "seed": seed}, st.lists(clauses(), min_size=1, max_size=3), SEEDS)
-
-
-@often
-@given(plans)
-def test_every_valid_plan_survives_its_own_text_and_yaml(data):
-    plan = Plan.from_data(data)
-    assert Plan.parse(plan.text(), seed=plan.seed) == plan
-    assert plan.model_dump(mode="json") == {"clauses": [c.text() for c in plan.clauses], "seed": plan.seed}
-    assert len(plan.clauses) == len(data["plan"])
-    again = Plan.from_data(yaml.safe_load(yaml.safe_dump(data)))
-    lines = Plan.from_data({"plan": [c.text() for c in plan.clauses], "seed": plan.seed})
-    assert again == lines == plan
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_fault_at_every_level_survives_its_own_text_and_yaml(kind):
+    is_format = issubclass(KINDS[kind], Format)
+    levels = ["module.q_proj+mlp.*", "layer.0-3+7"] + ([] if is_format else ["op.matmul+silu"])
+    keys = f"direction=both,phase={'+'.join(PHASES)},include={'+'.join(INCLUDABLE)}"
+    for level in levels:
+        plan = Plan.parse(f"{kind}{'' if is_format else ':1'},sparsity=0.25@{level},{keys}", seed=-(2**63))
+        data = {"plan": [clause.text() for clause in plan.clauses], "seed": plan.seed}
+        assert plan == Plan.parse(plan.text(), seed=plan.seed) == Plan.from_data(yaml.safe_load(yaml.safe_dump(data)))
+        assert plan.model_dump(mode="json") == {"clauses": data["plan"], "seed": plan.seed}
 
 
 # Bad plans

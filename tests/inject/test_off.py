@@ -16,7 +16,6 @@ from tests.tensors import same, step_logits
 pytestmark = pytest.mark.usefixtures("fresh_graphs")
 PLANS = [
     "relative_gaussian:0.05@module.linear,direction=both",
-    "relative_gaussian:0.05@module.linear,point=input",
     "relative_gaussian:0.05@module.rmsnorm,point=weight",
     "relative_gaussian:0.05@op.matmul;dead_zone:0.1@module.rmsnorm",
 ]

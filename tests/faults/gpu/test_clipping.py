@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shaketable.faults import Draw, make_fault
-from tests.faults.gpu.kernel_route import DEVICE, HARD, LONG_ROWS, fused, kernels, plain, quick, tensors
+from tests.faults.gpu.kernel_route import DEVICE, LONG_ROWS, fused, kernels, plain, quick, tensors
 from tests.tensors import same_numbers as same
 
 pytestmark = kernels
@@ -46,16 +46,6 @@ def test_its_gradient_is_the_same_bits_by_both_routes(kind, scope, x, magnitude,
     g = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x.dtype).to(DEVICE)
     fast, wanted = both_routes(fault, x, g)
     assert same(fast, wanted)
-
-
-@every_fault
-def test_hard_values_alone_in_their_segments(kind, scope):
-    x = torch.zeros(len(HARD), 70, device=DEVICE)
-    x[:, 3], x[:, 5] = torch.tensor(HARD, device=DEVICE), -0.0
-    fault = make_fault({"kind": kind, "magnitude": 0.5, "scope": scope})
-    for row in (x, *x):
-        assert same(*both_routes(fault, row))
-        assert same(*both_routes(fault, row, torch.ones_like(row)))
 
 
 @pytest.mark.parametrize("rows", LONG_ROWS, ids=str)

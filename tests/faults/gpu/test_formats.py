@@ -10,7 +10,6 @@ from shaketable.faults import Draw, make_fault
 from shaketable.faults.gpu.tiling import cut
 from tests.faults.gpu.kernel_route import (
     DEVICE,
-    HARD,
     KEYS,
     LONG_ROWS,
     every_number,
@@ -58,15 +57,6 @@ def test_every_number_of_a_type_is_coded_the_same(fault, dtype):
     assert same(fast, wanted)
 
 
-@every_format
-def test_hard_values_alone_in_their_segments(fault):
-    x = torch.zeros(len(HARD), 160, device=DEVICE)
-    x[:, 3] = torch.tensor(HARD, device=DEVICE)
-    for row in (x, *x):
-        fast, wanted = both_routes(fault, row, 3)
-        assert same(fast, wanted)
-
-
 @pytest.mark.parametrize("rows", LONG_ROWS, ids=str)
 def test_rows_of_one_tile_of_several_and_of_two_passes_are_coded_the_same(rows):
     x = torch.randn(rows, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16).to(DEVICE)
@@ -83,12 +73,6 @@ def test_stochastic_rounding_follows_its_key(fault):
         first, again, other = (fault.apply(x, Draw(key)) for key in (5, 5, 6))
     assert same(first, again)
     assert not same(first, other)
-
-
-def test_layout_does_not_matter_to_the_kernels():
-    x = torch.randn(33, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE).t()
-    with fused():
-        assert all(same(f.apply(x, Draw(1)), f.apply(x.contiguous(), Draw(1))) for f in FORMATS)
 
 
 def test_a_segment_that_is_held_has_few_idle_lanes_and_few_registers():
