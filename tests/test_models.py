@@ -62,6 +62,12 @@ def test_smollm2_is_plain_float32_safetensors_in_the_cache(smollm2):
     assert (folder / "model.safetensors").is_file() and not list(folder.parent.glob(".making-*"))
 
 
+def test_a_skeleton_of_smollm2_needs_no_download(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHAKETABLE_CACHE", str(tmp_path))
+    models.load_skeleton("smollm2-135m")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_skeleton_comes_from_a_folder_or_a_config_file_alone(tiny_folder):
     (tiny_folder / "model.safetensors").unlink()
     for name in (tiny_folder, tiny_folder / "config.json"):
