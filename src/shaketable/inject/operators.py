@@ -14,7 +14,6 @@ hides two products and a softmax: the ledger counts the call as fused, and a lin
 from __future__ import annotations
 
 import sys
-import threading
 import types
 from collections.abc import Iterator
 from functools import partial
@@ -325,10 +324,11 @@ def cover_transformers() -> None:
 
 
 def atomic_family(part: Part) -> str | None:
-    """The operator that a leaf module is as a whole, when it may be written out in Python."""
+    """The operator that a leaf module is as a whole, when it may be written out in Python. One that works in place is none:
+    what it was given would stay clean. torch's own call a function, which is met."""
     if is_engine_linear(part.module) or is_engine_experts(part.module):
         return "matmul"
-    if any(part.module.children()):
+    if any(part.module.children()) or getattr(part.module, "inplace", False):
         return None
     kind = type(part.module).__name__.lower()
     if is_engine_module(part.module) and kind == "attention":
@@ -339,18 +339,13 @@ def atomic_family(part: Part) -> str | None:
 
 
 class OperatorModule(Hook):
-    """A module taken as one operator: faulty gradients of its input and weight, and a faulty output.
-
-    A module that works in place gets a copy while a tap acts; the result is then written into the tensor it was given.
-    """
+    """A module taken as one operator: faulty gradients of its input and weight, and a faulty output."""
 
     def __init__(self, injection: Injection, taps: list[Tap]) -> None:
         self.injection = injection
         self.handle = injection.handle
         self.backward = [tap for tap in taps if "backward" in tap.site.directions]
         self.forward = [tap for tap in taps if "forward" in tap.site.directions]
-        self.local = threading.local()
-        self.traced: list[Tensor | None] = []
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         """Forward pre-hook and forward hook."""
@@ -360,22 +355,9 @@ class OperatorModule(Hook):
         frame = None if is_traced else self.injection.operator_frame()
         if not is_traced and (frame is None or not any(frame.current.acts_on(tap) for tap in (*self.backward, *self.forward))):
             return None
-        targets = self.traced if is_traced else self.local.__dict__.setdefault("targets", [])
-        if not getattr(module, "inplace", False):
-            if output:
-                return change_first(output[0], lambda x: self._on_output(x, frame))[0]
-            args, kwargs, _ = change_input(args, kwargs, lambda x: self._on_input(x, frame))
-            return args, kwargs
         if output:
-            target = targets.pop() if targets else None
-            changed = change_first(output[0], lambda x: self._on_output(x, frame))[0]
-            return changed if target is None else target.copy_(changed)
-
-        def copied(x: Tensor) -> Tensor:
-            targets.append(x)
-            return self._on_input(x, frame).clone()
-
-        args, kwargs, _ = change_input(args, kwargs, copied)
+            return change_first(output[0], lambda x: self._on_output(x, frame))[0]
+        args, kwargs, _ = change_input(args, kwargs, lambda x: self._on_input(x, frame))
         return args, kwargs
 
     def _on_input(self, x: Tensor, frame: Frame | None) -> Tensor:
