@@ -137,7 +137,18 @@ class Injection:
         self.rank = rank if isinstance(rank, int) else (rank or this_rank)()
         self.allow_inert = allow_inert
         self.taps: list[Tap] = []
-        self._use(plan)
+        self.plan = plan
+        self.faults: list[FaultBase] = [c.fault for c in plan.clauses]
+        self.ledger: Ledger = LiveLedger.for_plan(plan, native.name())
+        self.sites = self.ledger.sites
+        """The same, to be written to: reading the ledger waits for every GPU."""
+        self.ledger.settle, self.ledger.forget = self.settle, self.forget
+        self.counters = HostTable()
+        self.references: dict[str, float] = {}
+        """Statistics that faults of another process of this run took at their first use, by tap."""
+        self.compiled_pass: Pass | None = None
+        """The pass that compiled code ran last."""
+        self.inert_check = InertCheck(self)
         self.tables = DeviceTables(self)
         self.handle = op.know(self)
         _alive.add(self)
@@ -157,20 +168,6 @@ class Injection:
         """How many `with` blocks are open; the last one closes it."""
         self._changing = 0
         self._announce()
-
-    def _use(self, plan: Plan) -> None:
-        self.plan = plan
-        self.faults: list[FaultBase] = [c.fault for c in plan.clauses]
-        self.ledger: Ledger = LiveLedger.for_plan(plan, native.name())
-        self.sites = self.ledger.sites
-        """The same, to be written to: reading the ledger waits for every GPU."""
-        self.ledger.settle, self.ledger.forget = self.settle, self.forget
-        self.counters = HostTable()
-        self.references: dict[str, float] = {}
-        """Statistics that faults of another process of this run took at their first use, by tap."""
-        self.compiled_pass: Pass | None = None
-        """The pass that compiled code ran last."""
-        self.inert_check = InertCheck(self)
 
     # ---- the switch
 

@@ -53,7 +53,8 @@ class Tap:
         self.name = name
         self.point = point
         self.index = len(injection.taps)
-        self.begin(spot)
+        self.spot = spot
+        self.site = injection.plan.clauses[clause].site
         self.straight = self.site.level == "op"
         """Whether a forward fault leaves gradients alone: an operator's backward is an operator of its own."""
         self.transposed = False
@@ -62,12 +63,7 @@ class Tap:
         """The number under which compiled graphs know it."""
         self.tables: dict[torch.device, DeviceTable] = {}
         """Where kernels read what it is to do, per GPU."""
-
-    def begin(self, spot: Spot) -> None:
-        """Start over, under the plan, the seed and the rank that the injection has now."""
-        self.spot = spot
-        self.site = self.injection.plan.clauses[self.clause].site
-        self._place = self.injection.plan.seed, self.clause, self.name, self.point
+        self._place = injection.plan.seed, clause, name, point
         self._masks: dict[tuple[int, torch.device, bool], Tensor] = {}
         self._references: dict[tuple[bool, int], Tensor | None] = {}
         self.make_keys()

@@ -33,7 +33,6 @@ from shaketable.inject.counters import capturing
 from shaketable.inject.modules import Hook, as_multiplied, is_product
 from shaketable.inject.op import Application, Tap, apply
 from shaketable.inject.passes import Entry, Frame, Pass
-from shaketable.ledger.ledger import Spot
 from shaketable.sites.phases import current_rollout
 
 SLOT = "_shaketable_weights"
@@ -266,9 +265,6 @@ class HeldTap(Tap):
         super().__init__(*args)
         self._home: Tensor | None = None
         """Where noisy weights are on a GPU: one place, because captured graphs keep reading it."""
-
-    def begin(self, spot: Spot) -> None:
-        super().begin(spot)
         self._kept: tuple[tuple[int, FaultBase, Origin], Tensor] | None = None
         """The noisy weight, and what it was made from."""
         self._counted: dict[str, tuple[int, FaultBase]] = {}
