@@ -76,10 +76,7 @@ class Attached(Hook):
         injection.operators.make(owner, self.prefix, range(len(self.anatomy.layers)))
         self.hidden = [hidden_by_attention(model, clause.site) for clause in injection.plan.clauses]
         """Per clause, what of it the attention of this model hides."""
-        self.note_hidden()
-
-    def note_hidden(self) -> None:
-        for site, lines in zip(self.injection.sites, self.hidden, strict=True):
+        for site, lines in zip(injection.sites, self.hidden, strict=True):
             site.notes += [line for line in lines if line not in site.notes]
 
     def _match(self, index: int) -> list[Target]:
