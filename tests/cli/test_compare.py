@@ -44,12 +44,13 @@ def test_the_same_device_exits_0_and_writes_no_plan(good, model, tmp_path):
 
 
 def test_a_difference_exits_1_names_it_and_writes_a_plan_that_makes_it_again(good, model, tmp_path):
-    plan, facts = tmp_path / "measured.yaml", tmp_path / "found.json"
-    done = shaketable("compare", good, model, "--plan", FAULT, "--plan-out", plan, "--json", facts)
+    plan, facts, page = tmp_path / "measured.yaml", tmp_path / "found.json", tmp_path / "found.html"
+    done = shaketable("compare", good, model, "--plan", FAULT, "--plan-out", plan, "--json", facts, "--html", page)
     assert done.exit_code == 1, done.output
     assert "layer 2 is the first, mlp.up_proj" in done.output
     assert "best described as relative_gaussian:0.0" in done.output
     assert json.loads(facts.read_text())["first"]["op"] == "mlp.up_proj"
+    assert "BEYOND THE DTYPE" in page.read_text() and "mlp.up_proj" in page.read_text()
     (clause,) = Plan.load(str(plan)).clauses
     assert (clause.fault.kind, clause.site.names) == ("relative_gaussian", ("model.layers.2.mlp.up_proj",))
     assert plan.read_text().startswith("# Errors measured by shaketable compare")

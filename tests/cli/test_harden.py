@@ -36,9 +36,11 @@ def test_table_json_and_model(tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["kind"] == "hardening"
     assert found["rungs"][0]["shares"]["plan"]["interval"]["low"] is not None
-    again = shaketable(tmp_path, "harden", "--resume", "run", "--json", "again.json")
+    again = shaketable(tmp_path, "harden", "--resume", "run", "--json", "again.json", "--html", "again.html")
     assert again.code == 0, again.stderr
     assert json.loads((tmp_path / "again.json").read_text()) == found
+    page = (tmp_path / "again.html").read_text()
+    assert all(word in page for word in ("HARDENED", "distil", "fired 2 times", found["sentence"]))
     assert shaketable(tmp_path, "sweep", "run/model", "--task", "arithmetic", "--limit", "8", "--plan", HURTS).code == 0
 
 

@@ -69,7 +69,7 @@ app.command(context_settings={"ignore_unknown_options": True, "allow_intersperse
 app.command()(as_verb(inspect, ("model", "plan", "tokens", "json_file")))
 app.command()(as_verb(locate, ("model", "plan", "mode", "device", "dtype", "prompts", *FILES)))
 app.command()(as_verb(fingerprint, ("model", "out", "device", "dtype", "prompts", "json_file")))
-app.command()(as_verb(compare, ("fingerprint", "model", "device", "dtype", "plan_out", "json_file")))
+app.command()(as_verb(compare, ("fingerprint", "model", "device", "plan_out", *FILES)))
 app.command()(as_verb(guide, ("diagnosis", "out", "base_sigma", "schedule", "target", "json_file")))
 app.command()(as_verb(sweep, ("models", "task", "plan", "magnitudes", "n", "seeds", *RUN)))
 app.command()(as_verb(train, ("model", "task", "plan", "aqn", "steps", "eval_n", *RUN)))

@@ -11,7 +11,7 @@ import typer
 from shaketable.cli.loading import AllowCode, AttentionOption, DtypeOption, LayersOption, ModelArgument, PromptsOption
 from shaketable.cli.outputs import OutputFiles, write
 from shaketable.cli.terminal import console, plain, print_table, progress_bar, say, table_of
-from shaketable.cli.verb import DeviceOption, ForceOption, JsonOption, PlanOutOption
+from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption, PlanOutOption
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -74,6 +74,7 @@ def compare(
     layers: LayersOption = None,
     allow_code: AllowCode = False,
     json_file: JsonOption = None,
+    html_file: HtmlOption = None,
     force: ForceOption = False,
 ) -> None:
     """Replay another device's fingerprint here, operator by operator.
@@ -84,7 +85,7 @@ def compare(
     """
     from shaketable.plan import Plan
 
-    outputs = OutputFiles(json_file, others=[plan_out], reads=[fingerprint], force=force)
+    outputs = OutputFiles(json_file, html_file, others=[plan_out], reads=[fingerprint], force=force)
     planted = None if plan is None else Plan.load(plan)
 
     from shaketable.cli.loading import load
@@ -100,7 +101,7 @@ def compare(
     text = found.plan_text()
     if plan_out is not None and text is not None:
         write(plan_out, text)
-    outputs.save(found.to_dict)
+    outputs.save(found.to_dict, lambda: _page(found))
     _show(found, plan_out, text is not None)
     raise typer.Exit(found.exit_code)
 
@@ -120,6 +121,19 @@ def _show(found: DeviceComparison, plan_out: Path | None, has_plan: bool) -> Non
     elif not has_plan:
         say(out, "no plan: no operator differs beyond rounding")
     say(out, found.sentence)
+
+
+def _page(found: DeviceComparison) -> str:
+    from shaketable.report.table_html import page
+
+    tables = [("Layers", _layers(found))]
+    if rows := _differing(found):
+        tables.append(("Operators, teacher-forced", _operators(rows)))
+    tag, status = ("BEYOND THE DTYPE", "fail") if found.exit_code else ("WITHIN THE DTYPE", "pass")
+    facts = {"in the file": _side(found.stored), "here": _side(found.here)}
+    return page(
+        "compare", str(found.stored["model"]), tag, found.sentence, tables, status=status, facts=facts, lines=found.notes
+    )
 
 
 def _side(facts: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import typer
 from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.recorded_runs import RecordedRuns, live, load_rehearsed, settled
 from shaketable.cli.terminal import console, plain, print_table, say, table_of
-from shaketable.cli.verb import ForceOption, JsonOption, ResumeOption, RunFolderOption, options_of
+from shaketable.cli.verb import ForceOption, HtmlOption, JsonOption, ResumeOption, RunFolderOption, options_of
 from shaketable.errors import ShaketableError
 from shaketable.harden.config import HardenConfig
 
@@ -36,6 +36,7 @@ def harden(
     out: RunFolderOption = None,
     resume: ResumeOption = None,
     json_file: JsonOption = None,
+    html_file: HtmlOption = None,
     force: ForceOption = False,
     **fields: Any,
 ) -> None:
@@ -46,7 +47,7 @@ def harden(
 
     Example: `shaketable harden nano --task arithmetic --plan 'dead_zone:0.6,scope=token@layer.3' -o hardened`
     """
-    outputs = OutputFiles(json_file, force=force)
+    outputs = OutputFiles(json_file, html_file, force=force)
     if resume is not None:
         RUNS.resume(context, resume, outputs)
         return
@@ -85,12 +86,25 @@ def _show(record: RunRecord, outputs: OutputFiles) -> None:
     from shaketable.harden.results import outcome
 
     found = outcome(record)
-    outputs.save(lambda: found)
+    outputs.save(lambda: found, lambda: _page(found))
     screen = console()
     print_table(screen, _table(found))
-    say(screen, *(f"{plan}: fired {one['forward']:,} times while it was repaired" for plan, one in found["ledgers"].items()))
+    say(screen, *_proof(found))
     screen.print(f"[bold]{plain(found['sentence'])}.[/]", soft_wrap=True)
     say(screen, f"The model: {found['model']}")
+
+
+def _page(found: dict[str, Any]) -> str:
+    from shaketable.report.table_html import page
+
+    config, sentence, table = found["config"], f"{found['sentence']}.", _table(found)
+    facts = {"against": "; ".join(config["plans"]), "learnt from": config["task"] or config["prompts"], "model": found["model"]}
+    tables, lines = [(str(table.title), table)], _proof(found)
+    return page("harden", config["model"], "HARDENED", sentence, tables, status="shown", facts=facts, lines=lines)
+
+
+def _proof(found: dict[str, Any]) -> list[str]:
+    return [f"{plan}: fired {one['forward']:,} times while it was repaired" for plan, one in found["ledgers"].items()]
 
 
 def _table(found: dict[str, Any]) -> Table:
