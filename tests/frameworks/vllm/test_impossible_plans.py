@@ -62,7 +62,11 @@ def test_a_schedule_that_no_set_step_has_begun_is_refused_at_the_first_request()
         engine.ask()
 
 
-def test_activations_in_captured_graphs_are_refused_before_a_process_is_started(monkeypatch):
+def test_activations_where_no_python_runs_are_refused_before_a_process_is_started(monkeypatch):
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    with pytest.raises(PlanError, match="LoRA computes without calls that could be hit"):
+        configure(**lora, **options(plan="gain:0.1@module.linear"))
+    configure(**lora, **options(plan="gain:0.1@module.rmsnorm,point=weight"))
     config = configure(**options(plan=PLAN))
     monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
     for mode, refused in (("NONE", False), ("PIECEWISE", True)):
