@@ -266,7 +266,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"aqn": "constant:0.1"}, "AQN acts in rollouts: rollouts happen in the vLLM server"),
+        ({"aqn": "constant:0.1"}, "constant:0.1: rollouts happen in the vLLM server"),
         ({"plan": PLAN}, "the vLLM server.*write phase=train"),
     ],
 )

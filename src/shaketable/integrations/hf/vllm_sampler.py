@@ -118,8 +118,10 @@ def samples_with_vllm(trainer: Any) -> bool:
 
 def _refuse_rollouts(plan: Plan | None, aqn: AQN | None, why: str) -> None:
     """Raise when anything is to act in rollouts that are out of reach."""
-    if aqn is not None:
-        raise PlanError(f"AQN acts in rollouts: {why}; sample with the model itself, or with vllm_mode='colocate'")
-    for clause in plan.clauses if plan is not None else ():
-        if "rollout" in clause.site.phase:
-            raise PlanError(f"{clause.text()}: {why}; write phase=train for faults that act in training only")
+    hit = [] if aqn is None else [aqn.text()]
+    hit += [] if plan is None else [clause.text() for clause in plan.clauses if "rollout" in clause.site.phase]
+    if hit:
+        raise PlanError(
+            f"{hit[0]}: {why}; sample with the model itself or with vllm_mode='colocate', or write phase=train for faults "
+            "that act in training only"
+        )
