@@ -1,8 +1,6 @@
 """A store: every run as its record shows it now, through `study list`, `study status` and what they are made of."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -61,21 +59,6 @@ def test_running_is_who_holds_the_lock_and_nothing_else(tmp_path):
     assert (one(tmp_path).status, one(tmp_path).error) == ("failed", "boom")
     with record.alone():
         assert (one(tmp_path).status, one(tmp_path).error) == ("running", None)
-
-
-@pytest.mark.attack("kills")
-def test_a_killed_worker_leaves_a_partial_run(tmp_path):
-    code = (
-        "import os, signal, sys; from pathlib import Path; from shaketable.records.record import RunRecord\n"
-        "record = RunRecord.create(Path(sys.argv[1]), 'train', {}, {})\n"
-        "with record.alone(): record.append('step', step=1); print('up', flush=True); sys.stdin.read()\n"
-    )
-    words = [sys.executable, "-c", code, str(tmp_path / "run")]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
-        assert worker.stdout.readline() == b"up\n"
-        assert one(tmp_path).status == "running"
-        worker.kill()
-    assert one(tmp_path).status == "partial"
 
 
 @pytest.mark.attack("tampered records")

