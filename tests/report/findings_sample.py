@@ -22,8 +22,8 @@ def partial():
     damaged |= {"status": "damaged", "seconds": None, "error": "record.jsonl: line 41 is not JSON", "folder": ""}
     made["verdict"] = {"kind": "nothing", "headline": "Nothing can be concluded: there is one seed", "sentence": "One seed."}
     for c in made["comparisons"]:
-        c |= dict.fromkeys(("difference", "ci_low", "ci_high", "p", "p_holm", "detectable", "p_seeds"))
-        c |= {"verdict": "nothing", "sentence": "no seed in common", "per_seed": [], "mcnemar": []}
+        c |= dict.fromkeys(("difference", "ci_low", "ci_high", "p", "p_holm", "detectable"))
+        c |= {"verdict": "nothing", "sentence": "no seed in common", "per_seed": []}
     made["arms"][2]["proof"][0] |= {"verdict": "inert", "measured": 0.0, "changed": 0.0, "remark": "the site never fired"}
     made["arms"][3]["proof"][0] |= {"verdict": "differs", "measured": 0.131, "remark": "clipped by the format"}
     made["arms"][4]["proof"] = []

@@ -97,8 +97,7 @@ def _score(score: ArmScore | None, arm: int, x: Scale) -> TableCell:
 def comparison_table(f: Findings) -> StudyTable:
     """Every comparison with all tests, families of one unit together, the primary comparison first."""
     columns = dict.fromkeys(("comparison", "condition"), "text") | {"difference": "number", "95 % interval": "interval"}
-    columns |= dict.fromkeys(("p", "p, Holm", "exact p over seeds"), "number") | {"exact McNemar p by seed": "interval"}
-    columns |= {"detectable": "number", "seeds × problems": "interval", "verdict": "text"}
+    columns |= dict.fromkeys(("p", "p, Holm", "detectable"), "number") | {"seeds × problems": "interval", "verdict": "text"}
     rows = [_comparison(c) for _, members in families(f.comparisons) for c in members]
     return StudyTable("Comparisons", columns, rows)
 
@@ -110,8 +109,7 @@ def _comparison(c: ComparisonResult) -> list[TableCell]:
         TableCell(place(c.condition, c.endpoint)),
         TableCell(f"{difference} {c.unit}".strip(), c.difference),
         TableCell(f"{low} … {high}"),
-        *(TableCell(chance(p), p) for p in (c.p, c.p_holm, c.p_seeds)),
-        TableCell(" · ".join(chance(p) for p in c.mcnemar) or "–"),
+        *(TableCell(chance(p), p) for p in (c.p, c.p_holm)),
         TableCell(least.lstrip("+"), c.detectable),
         TableCell(f"{number(c.seeds)} × {number(c.problems)}"),
         TableCell(c.verdict, state=BADGES[c.verdict][2]),

@@ -28,9 +28,7 @@ METHOD = (
     " interval of a difference between arms treats training seeds and problems as crossed random effects, with Student's t and"
     " Satterthwaite's degrees of freedom, so that it covers both another seed and another set of problems.",
     "Differences are paired: the same seeds, the same problems, and, where a plan is shared, the same noise.",
-    "With one seed the test is the exact McNemar test over problems, which is about that one run only; over several seeds the"
-    " exact McNemar p of each seed and the exact sign-flip p over the seeds are printed beside the t as checks that assume no"
-    " distribution.",
+    "With one seed the test is the exact McNemar test over problems, which is about that one run only.",
     "The primary comparison is tested alone; Holm's procedure corrects the p-values of all others for their number, the"
     " corrected p decides what counts as shown, and the intervals are not widened.",
     "The smallest detectable difference is the one this comparison would have found with a power of 80 % at its level, computed"

@@ -22,10 +22,8 @@ from shaketable.evaluate.statistics import (
     Comparison,
     Interval,
     corrected,
-    mcnemar,
     over_seeds,
     share_recovered,
-    sign_flip,
     t_detectable,
 )
 from shaketable.study.analysis.results import (
@@ -123,7 +121,6 @@ def _result(pair: Paired, found: Comparison | None, primary: bool) -> Comparison
     what, n = pair.what, len(pair.seeds)
     unit, scale = UNITS.get(what.endpoint, ("", 1.0))
     problems = len(pair.a[0]) if pair.per_problem and n else None
-    binary = pair.per_problem and n > 0 and {*np.ravel([pair.a, pair.b])} <= {0.0, 1.0}
     differences = [float(np.mean(a) - np.mean(b)) for a, b in zip(pair.a, pair.b, strict=True)]
     numbers: dict[str, Any] = {}
     if found is not None:
@@ -134,8 +131,6 @@ def _result(pair: Paired, found: Comparison | None, primary: bool) -> Comparison
         **numbers,
         unit=unit,
         scale=scale,
-        p_seeds=sign_flip(differences) if n > 1 else None,
-        mcnemar=tuple(mcnemar(b, a) for a, b in zip(pair.a, pair.b, strict=True)) if binary else (),
         seeds=n,
         problems=problems,
         per_seed=tuple(SeedValue(seed=s, value=value) for s, value in zip(pair.seeds, differences, strict=True)),

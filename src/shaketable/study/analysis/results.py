@@ -153,8 +153,6 @@ class ComparisonResult(PartResult):
     ci_high: float | None = None
     p: float | None = None
     p_holm: float | None = None
-    p_seeds: float | None = None
-    mcnemar: tuple[float, ...] = ()
     detectable: float | None = None
     seeds: int | None = None
     problems: int | None = None
