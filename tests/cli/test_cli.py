@@ -93,12 +93,10 @@ def test_env(tmp_path):
 
 
 def test_version_answers_without_torch():
-    done = shaketable("--version")
-    assert (done.returncode, done.stdout.split()) == (0, ["shaketable", shaketable_package.__version__])
     program = "import sys; sys.argv = ['shaketable', '--version']\nfrom shaketable.cli import main\n"
-    program += "try: main()\nexcept SystemExit: print('torch' in sys.modules)"
+    program += "try: main()\nexcept SystemExit as end: print(end.code, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.split()[-1] == "False"
+    assert done.stdout.split() == ["shaketable", shaketable_package.__version__, "0", "False"]
 
 
 def test_a_command_of_the_origin_is_answered_with_the_one_to_use():
@@ -111,7 +109,7 @@ def test_a_command_of_the_origin_is_answered_with_the_one_to_use():
     assert (done.returncode, done.stderr) == (2, told)
 
 
-@pytest.mark.parametrize("verb", ["train", "sweep", "harden", "study"])
+@pytest.mark.parametrize("verb", ["train", "study"])
 def test_variables_of_the_origin_are_not_passed_over(verb, monkeypatch):
     monkeypatch.setenv("VERL_NOISY_OPS_ENABLED", "1")
     monkeypatch.setenv("VERL_NOISY_OPS_SCALE", "5e-2")

@@ -11,7 +11,7 @@ import typer
 from shaketable.cli.loading import AllowCode, AttentionOption, DtypeOption, LayersOption, ModelArgument, PromptsOption
 from shaketable.cli.outputs import OutputFiles, write
 from shaketable.cli.terminal import console, plain, print_table, progress_bar, say, table_of
-from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption, PlanOutOption
+from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,7 +70,9 @@ def compare(
     device: DeviceOption = "auto",
     attention: Annotated[str | None, typer.Option(help="eager or sdpa; the file's own by default.")] = None,
     plan: Annotated[str | None, typer.Option(help="Plant this plan on the model first, to see it measured.")] = None,
-    plan_out: PlanOutOption = None,
+    plan_out: Annotated[
+        Path | None, typer.Option("--plan-out", metavar="FILE", help="Write the measured errors as a plan, YAML.")
+    ] = None,
     layers: LayersOption = None,
     allow_code: AllowCode = False,
     json_file: JsonOption = None,

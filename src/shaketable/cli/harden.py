@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @options_of(
     HardenConfig,
     "plans", "task", "prompts", "steps", "batch", "micro_batch", "lr", "clean_every", "temperature",
-    "lora", "checkpointing", "max_new_tokens", "warm_start", "eval_n", "eval_seed", "eval_plans",
+    "lora", "checkpointing", "max_new_tokens", "warm_start", "eval_n", "eval_plans",
     "seed", "save_every", "device", "dtype",
     metavar={"plans": "P", "prompts": "FILE", "lora": "RANK", "warm_start": "N", "eval_plans": "P"},
     default={"device": "auto", "dtype": None},

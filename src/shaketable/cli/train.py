@@ -25,7 +25,7 @@ MOSTLY = 0.9
 @options_of(
     TrainConfig,
     "task", "plan", "plan_in", "aqn", "steps", "seed", "tis", "warm_start", "prompts", "samples", "micro_batch", "lr",
-    "temperature", "beta", "warmup", "lora", "eval_every", "eval_n", "eval_seed", "eval_plans", "save_every",
+    "temperature", "beta", "lora", "eval_every", "eval_n", "eval_plans", "save_every",
     "device", "dtype",
     metavar={"plan": "P", "aqn": "A", "tis": "CAP", "warm_start": "N", "lora": "RANK", "eval_plans": "P"},
     default={"task": "", "steps": 100, "device": "auto", "dtype": None},

@@ -40,9 +40,6 @@ RunFolderOption = Annotated[
 ResumeOption = Annotated[
     Path | None, typer.Option("--resume", metavar="DIR", help="Resume the run recorded there, as it was configured.")
 ]
-PlanOutOption = Annotated[
-    Path | None, typer.Option("--plan-out", metavar="FILE", help="Write the measured errors as a plan, YAML.")
-]
 
 
 ConfigOption = Annotated[
