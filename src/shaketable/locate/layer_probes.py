@@ -105,10 +105,9 @@ class ProbedPart:
         """The layer's wiring; or why its symmetries are not known, for instance because a block has another class."""
         expected, own = self.reference.expected[self.prefix], dict(self.module.named_modules())
         for path, part in expected.named_modules():
-            if type(own.get(path)) is not type(part):
-                return (
-                    f"{self.prefix}.{path} is a {type(own.get(path)).__name__} where the config makes a {type(part).__name__}"
-                )
+            if (kind := type(own.get(path))) is not type(part):
+                where = f"{self.prefix}.{path}".rstrip(".")
+                return f"{where} is a {kind.__name__} where the config makes a {type(part).__name__}"
         return circuit_of(expected, getattr(self.model, "config", None))
 
     def status(self, probe: str) -> str:
