@@ -276,11 +276,8 @@ def record_batch(
 ) -> list[RecordedRow]:
     """The calls of every operator on these sequences, read together: padded on the left, as a sampler batches them.
 
-    Args:
-        model: A causal language model.
-        sequences: Prompts and completions; in `decode`, prompts are read first and completions token by token.
-        phase: prefill or decode.
-        rows: Those of the sequences that are recorded; the others are read with them. All by default.
+    In `decode`, prompts are read first and completions token by token. Sequences that are not among `rows` are read with the
+    others, and not recorded.
     """
     kept = range(len(sequences)) if rows is None else rows
     prefill = phase == "prefill" or not any(completion for _, completion in sequences)

@@ -33,13 +33,7 @@ BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def call_with_tokens(model: nn.Module, ids: Tensor, arguments: Arguments | None = None) -> Any:
-    """Call a model with tokens.
-
-    Args:
-        model: The model.
-        ids: Token ids of shape (1, n): `input_ids` where forward takes that, and the first argument where it does not.
-        arguments: What else forward needs.
-    """
+    """Call a model with token ids: as `input_ids` where forward takes that, and as the first argument where it does not."""
     parameters = inspect.signature(model.forward).parameters
     named = {name for name, p in parameters.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
     takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
@@ -103,13 +97,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def token_batch(tokenizer: Any, prompts: Sequence[str] | None, tokens: int) -> Tensor:
-    """One sequence of at most `tokens` tokens, of shape (1, tokens).
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        prompts: Texts, joined by newlines; None takes the built-in text.
-        tokens: How many tokens to keep.
-    """
+    """One sequence (1, n) of at most so many tokens, from the built-in text or from prompts joined by newlines."""
     if tokenizer is None:
         raise ShaketableError("there is no tokenizer to make tokens with; give one, or token ids")
     if prompts is not None and not any(p.strip() for p in prompts):

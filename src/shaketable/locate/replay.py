@@ -87,12 +87,7 @@ def judge(
     precision: Precision,
     skip: set[str] | None = None,
 ) -> Judgement:
-    """Replay every operator of a recording.
-
-    Args:
-        prefix: Path of the recorded module in the model.
-        skip: Leaves that are judged elsewhere.
-    """
+    """Replay every operator of a recording, but for the leaves to skip; `prefix` is the recorded module's path in the model."""
     judgement = Judgement()
     replay = _Replay(reference, prefix, precision)
     with host_arithmetic():

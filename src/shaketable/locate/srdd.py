@@ -40,15 +40,9 @@ def dc_input(x: Tensor, scale: float = 0.1) -> Tensor:
 def layer_statistics(
     x: Tensor, outputs: Sequence[Tensor], probed_x: Tensor, probed_y: Tensor, dc_x: Tensor, dc_y: Tensor
 ) -> LayerStatistics:
-    """The statistics of one layer from the calls made on it.
+    """The statistics of one layer, from inputs (batch, tokens, channels) and its answers to them.
 
-    Args:
-        x: The layer's input, (batch, tokens, channels), any floating dtype.
-        outputs: Its answers to `x`, the same call repeated; one at least, and instability is nan with only one.
-        probed_x: `probe_input(x, …)`.
-        probed_y: The answer to it.
-        dc_x: `dc_input(x)`.
-        dc_y: The answer to it.
+    `outputs` are the answers to the same call repeated; with only one, instability is nan.
     """
     y = _finite(outputs[0])
     return LayerStatistics(

@@ -40,11 +40,7 @@ NOT_SEEN_BY_REPLAY = (
 
 
 def decide(diagnosis: Diagnosis, has_file: bool) -> None:
-    """Reach the verdict from the probes.
-
-    Args:
-        has_file: Whether the weights were compared with a file.
-    """
+    """Reach the verdict from the probes; `has_file` says whether the weights were compared with a file."""
     d = diagnosis
     d.assumption = ASSUMPTIONS["device" if d.mode == "device" else "host" if has_file else "own"]
     d.not_covered = list(NOT_SEEN_BY_TWINS if d.mode == "device" else NOT_SEEN_BY_REPLAY)

@@ -31,13 +31,8 @@ def measure_floor(
 ) -> tuple[Floor, list[Logprobs]]:
     """The floor of one side, and its log-probabilities in each way of computing.
 
-    Args:
-        side: The trainer or the engine.
-        rollouts: The rollouts to read.
-        base: Its log-probabilities as it computes them by default; computed without.
-        rounding: The scale of rounding; without it no row is judged.
-        known: Its log-probabilities in variants that were computed before.
-        progress: Called with the current step.
+    `base` are its log-probabilities as it computes them by default, `known` those of variants that were computed before.
+    Without `rounding` no row is judged.
     """
     name: Literal["trainer", "engine"] = "trainer" if isinstance(side, Trainer) else "engine"
     if base is None:

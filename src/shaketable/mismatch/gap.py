@@ -55,9 +55,7 @@ def k3_of(d: np.ndarray) -> np.ndarray:
 def mean_interval(parts: Sequence[np.ndarray], certain: float = 0.975) -> tuple[float, float]:
     """Interval of the mean over all tokens, by a bootstrap over rollouts, or over tokens where there are few rollouts.
 
-    Args:
-        parts: The values of each rollout.
-        certain: How likely the mean is below the upper end, and above the lower one.
+    The mean is as likely as `certain` below the upper end, and above the lower one.
     """
     blocks = list(parts) if len(parts) >= FEWEST else np.concatenate(list(parts))[:, None]
     sums, lengths = np.array([b.sum() for b in blocks]), np.array([len(b) for b in blocks])
@@ -72,14 +70,7 @@ def measure_gap(
     judged: Deviation,
     words: Callable[[int], str] | None = None,
 ) -> Gap:
-    """The gap with its worst tokens, and by position.
-
-    Args:
-        rollouts: With the engine's own log-probabilities.
-        trainer: The trainer's.
-        judged: The same differences compared with rounding.
-        words: Turns a token id into text.
-    """
+    """The gap with its worst tokens, and by position; `judged` are the same differences compared with rounding."""
     d = differences([r.logprobs for r in rollouts], trainer)
     longest = max(len(x) for x in d)
     edges = sorted({round(e) for e in np.linspace(0, longest, min(BUCKETS, longest) + 1)})

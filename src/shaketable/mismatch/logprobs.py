@@ -35,13 +35,7 @@ def completion_logits(
 ) -> Iterator[Tensor]:
     """Logits (tokens of the completion, vocabulary) of each rollout, in their order, in the model's dtype.
 
-    Args:
-        model: A causal language model.
-        rollouts: Prompts and completions.
-        batch: Rows of one forward.
-        side: Where rows are padded.
-        extra: Columns of padding beyond what the longest row needs.
-        mode: A context that every forward runs in.
+    Rows are padded with `extra` columns beyond what the longest needs; every forward runs inside `mode`.
     """
     device = model.get_input_embeddings().weight.device
     for start in range(0, len(rollouts), batch):
@@ -90,12 +84,8 @@ def prefixes(rollout: Rollout) -> list[list[int]]:
 def processed(logits: Tensor, sampling: Sampling, before: Sequence[Sequence[int]]) -> Tensor:
     """Logits (rows, vocabulary) as tokens are drawn from them, in float32 at least, by transformers' own processors.
 
-    The order is that of vLLM and of transformers: penalty, temperature, top-k, top-p.
-
-    Args:
-        logits: The model's.
-        sampling: The steps.
-        before: The tokens before each row, which a repetition penalty needs.
+    The order is that of vLLM and of transformers: penalty, temperature, top-k, top-p. A repetition penalty needs the tokens
+    before each row.
     """
     from transformers.generation import logits_process as hf
 

@@ -59,13 +59,7 @@ class _Judged:
 
 
 class Judge:
-    """Judges the calls of one engine.
-
-    Args:
-        model: The trainer's.
-        dtype: In which the engine holds its weights.
-        own_weights: Weights that the engine rounded from the source of the trainer's.
-    """
+    """Judges the calls of one engine by the trainer's model; `dtype` and `own_weights` are those of `Definitions`."""
 
     def __init__(self, model: Any, dtype: torch.dtype, own_weights: Mapping[str, Tensor] | None = None) -> None:
         source, rotary = Reference(model), DecoderParts.of(model).rotary

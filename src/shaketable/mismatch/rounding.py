@@ -50,15 +50,7 @@ GAUSSIAN = np.sqrt(2 / np.pi)
 
 
 class Rounding:
-    """The standard deviation of rounding for each token, rollout by rollout.
-
-    Args:
-        trainer: Its model reads the rollouts with random rounding.
-        rollouts: The rollouts.
-        sampling: In whose terms the engine returned its numbers.
-        dtype: Of the engine's activations; the trainer's where it is coarser.
-        reading: The trainer's log-probabilities as it computes them.
-    """
+    """The standard deviation of rounding for each token, in the engine's dtype, or in the trainer's where that is coarser."""
 
     def __init__(
         self, trainer: Trainer, rollouts: Sequence[Rollout], sampling: Sampling, dtype: torch.dtype, reading: LogprobReading
@@ -87,12 +79,9 @@ class Rounding:
         return RoundingSize(float(np.concatenate(self.scale).mean() * GAUSSIAN), dtype, self.draws)
 
     def judge(self, d: Sequence[np.ndarray], raw: bool = False, least: float = LEAST) -> Deviation:
-        """Compare differences of all rollouts with rounding, measured more often where few draws leave a doubt.
+        """Compare differences with rounding, measured more often where few draws leave a doubt.
 
-        Args:
-            d: By rollout.
-            raw: Whether they are of the model's own logits, and not in the terms of the sampling.
-            least: See `judge`.
+        `raw` ones are of the model's own logits, and not in the terms of the sampling.
         """
         found = judge(d, self.raw if raw else self.scale, least)
         if not found.is_doubtful or self.draws == MORE_DRAWS:
@@ -124,10 +113,7 @@ def _scales(squares: list[np.ndarray]) -> list[np.ndarray]:
 def judge(d: Sequence[np.ndarray], scale: Sequence[np.ndarray], least: float = LEAST) -> Deviation:
     """Compare differences with rounding; a difference that is not finite is as large as can be.
 
-    Args:
-        d: By rollout.
-        scale: The scale of rounding for each token.
-        least: Share of its scale below which a difference has no sign that counts.
+    One below the share `least` of its scale has no sign that counts.
     """
     flat, sizes = np.concatenate(list(d)), np.concatenate(list(scale))
     size = np.where(np.isfinite(flat), np.abs(flat), IMPOSSIBLE)

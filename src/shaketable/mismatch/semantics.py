@@ -81,7 +81,7 @@ def try_hypotheses(
     """The best hypothesis, the one that is named, and all that were tried.
 
     Args:
-        trainer: Its model and tokenizer say which other prompts and defaults there may be.
+        trainer: Its tokenizer and generation config say which other prompts and defaults there may be.
         rollouts: With the returned numbers.
         sampling: As it was declared.
         scale: Of rounding, for each token.
@@ -303,12 +303,9 @@ class _Grid:
         self.found: dict[float, dict[str, np.ndarray]] = {}
 
     def best(self, fits_temperature: bool, kind: str, like: float) -> Iterator[Hypothesis]:
-        """The temperature and the truncation with the least loss; nothing where that is what was declared.
+        """The temperature and the truncation of a kind with the least loss; nothing where that is what was declared.
 
-        Args:
-            fits_temperature: Or the declared one stays, as it does where the best one is as near to it as `like`.
-            kind: Of truncation.
-            like: Of the temperature.
+        The declared temperature stays unless one is fitted, and where the best one is as near to it as `like`.
         """
         sampling, values = self.case.sampling, TRUNCATIONS[kind]
         t = declared = 1.0 if sampling.logprobs_mode == "raw" else sampling.temperature or 1.0

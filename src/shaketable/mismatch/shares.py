@@ -121,13 +121,7 @@ class ShareMeter:
         """What all differences together make of the gap."""
 
     def add(self, rollout: Rollout, records: Records, engine: Sequence[float], sampling: Sampling = RAW) -> list[float]:
-        """Measure one rollout.
-
-        Args:
-            rollout: One whose operators were recorded.
-            records: The engine's calls.
-            engine: The log-probabilities that it returned for the completion.
-            sampling: In whose terms they are.
+        """Measure one rollout, from the engine's calls and the log-probabilities that it returned.
 
         Returns:
             The log-probabilities that the trainer gives with all of the engine's differences put into it.

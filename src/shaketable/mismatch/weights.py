@@ -30,14 +30,10 @@ def compare(
     earlier: Mapping[str, Parameters] | None = None,
     other_source: dict[str, Tensor] | None = None,
 ) -> Weights:
-    """Compare all parameters.
+    """Compare all parameters with those of an engine that computes in a dtype.
 
-    Args:
-        trainer: By name, on any device.
-        engine: Name and values, one after another.
-        dtype: In which the engine computes.
-        earlier: Parameters of earlier checkpoints by their name: which of them a stale weight is of.
-        other_source: Receives the engine's weights that were not rounded from the trainer's, but from their source.
+    `earlier` has parameters of earlier checkpoints, by the checkpoint's name. `other_source` receives the engine's weights that
+    were not rounded from the trainer's, but from their source.
     """
     found: list[ParameterDifference] = []
     seen: set[str] = set()

@@ -13,14 +13,7 @@ _BITS = {torch.float32: (torch.int32, 23), torch.bfloat16: (torch.int16, 7), tor
 
 
 def fault_class(got: Tensor, low: Tensor, high: Tensor, outside: Tensor) -> str:
-    """The class of a deterministic fault.
-
-    Args:
-        got: The operator's whole result.
-        low: What was allowed, at the values that are outside.
-        high: The same, from above.
-        outside: Which values are outside.
-    """
+    """The class of a deterministic fault, from an operator's whole result and the ends of what was allowed outside."""
     if not got.is_floating_point():
         return "wrong_values"
     if got.dim() == 0:

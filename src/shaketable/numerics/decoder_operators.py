@@ -104,14 +104,9 @@ class Source(Protocol):
 
 
 class Definitions:
-    """The definitions of a model's operators.
+    """The definitions of a model's operators, from its weights and attributes; its arithmetic is not used.
 
-    Args:
-        model: Its weights and attributes are believed, its arithmetic is not used.
-        source: Weights and definitions of its modules.
-        rotary: Path of the module that gives cos and sin.
-        dtype: In which the engine holds its weights: the model's are rounded to it.
-        own_weights: Weights that the engine rounded from the source of the model's, and not from the model's.
+    The engine holds the model's weights rounded to `dtype`, but for `own_weights`, which it rounded from their source.
     """
 
     def __init__(

@@ -73,12 +73,7 @@ class Fit:
 
 
 def best_fit(clean: Tensor, faulty: Tensor) -> Fit | None:
-    """The most likely of the candidates; None when no pair of values is finite.
-
-    Args:
-        clean: What a good device made.
-        faulty: The other device's result for the same input.
-    """
+    """The most likely of the candidates; None when no pair of values is finite."""
     unit = UNIT[clean.dtype]
     clean, faulty = some_rows(clean.detach().cpu(), faulty.detach().cpu())
     known = clean.isfinite() & faulty.isfinite()
