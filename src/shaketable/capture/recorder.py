@@ -100,13 +100,9 @@ class Recording:
 class Recorder(TorchFunctionMode):
     """Records calls of one module (a decoder layer, or the whole model with its layers as leaves).
 
-        recorder = Recorder(layer, lambda path, module: isinstance(module, nn.Linear))
-        with recorder.watching() as recording:
-            layer(x)
-
-    Args:
-        root: The module that will be called.
-        is_leaf: Says for a path whether that module is one operator.
+    recorder = Recorder(layer, lambda path, module: isinstance(module, nn.Linear))
+    with recorder.watching() as recording:
+        layer(x)
     """
 
     def __init__(self, root: nn.Module, is_leaf: Callable[[str, nn.Module], bool]) -> None:

@@ -62,13 +62,7 @@ class ConfigDeviation:
 
 
 class Reference:
-    """Definitions and weights to judge a model by.
-
-    Args:
-        model: The model under test.
-        source: Its name or folder, when its weights can be read again; None when the model itself has to be trusted.
-        layers: Path of the module that holds the decoder layers, where they are not found by themselves.
-    """
+    """Definitions and weights to judge a model by; without a source, its name or folder, the model itself has to be trusted."""
 
     def __init__(self, model: nn.Module, source: str | None = None, layers: str | None = None) -> None:
         self.layers, self.paths = find_layers(model, layers)
@@ -191,10 +185,7 @@ class Reference:
     def unlike(self, module: nn.Module, prefix: str = "", skip: Collection[str] = ()) -> Iterator[ConfigDeviation]:
         """Attributes and buffers of a module's parts that are not what the config gives.
 
-        Args:
-            module: A layer, or the model.
-            prefix: Its path in the model.
-            skip: Paths whose parts are looked at elsewhere.
+        `prefix` is the module's path in the model; parts below the paths to skip are looked at elsewhere.
         """
         for path, part in module.named_modules() if self.is_rebuilt else ():
             if any(path == s or path.startswith(f"{s}.") for s in skip) or isinstance(part, nn.Dropout):

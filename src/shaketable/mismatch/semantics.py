@@ -80,15 +80,9 @@ def try_hypotheses(
 ) -> Semantics:
     """The best hypothesis, the one that is named, and all that were tried.
 
-    Args:
-        trainer: Its tokenizer and generation config say which other prompts and defaults there may be.
-        rollouts: With the returned numbers.
-        sampling: As it was declared.
-        scale: Of rounding, for each token.
-        logits: The trainer's, or the engine's own, for the examined rollouts.
-        edges: Tokens at the edge of a nucleus, of which a few may be outside: they speak for no hypothesis.
-        like: Of the declared temperature: another that is so near is that of weights that were rounded.
-        of_engine: Whether the logits are the engine's own; other prompts are then not tried.
+    `logits` are the trainer's for the examined rollouts, or the engine's own, and then other prompts are not tried. Tokens at
+    the edge of a nucleus, of which a few may be outside, speak for no hypothesis. A temperature as near to the declared one as
+    `like` is that of weights that were rounded.
     """
     some = examined(rollouts)
     case = _Case(trainer, some, list(logits), sampling, list(scale[: len(some)]), edges)

@@ -275,13 +275,9 @@ def _conv1d(call: Call) -> Around:
 def _relative(
     function: Callable[[Tensor], Tensor], ulps: float, absolute: float = 0.0, rounds_twice: bool = False
 ) -> Callable[[Call], Around]:
-    """A function whose result is right to a few units in the last place of float32.
+    """A function whose result is right to a few units in the last place of float32, and `absolute` units beside it.
 
-    Args:
-        function: In float64.
-        ulps: How many.
-        absolute: Units of float32 that do not go with the result.
-        rounds_twice: Whether some device rounds a step in between to a reduced dtype.
+    Where it rounds twice, some device rounds a step in between to a reduced dtype.
     """
 
     def define(call: Call) -> Around:

@@ -20,12 +20,7 @@ ATTENTION = "_scaled_dot_product"
 
 
 class RandomRounding(TorchDispatchMode):
-    """Every arithmetic result of a forward is rounded at random, as a program in `dtype` might have rounded it.
-
-    Args:
-        dtype: Of the engine's activations.
-        seed: Of the random rounding.
-    """
+    """Every arithmetic result of a forward is rounded at random, as a program in `dtype` might have rounded it."""
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
