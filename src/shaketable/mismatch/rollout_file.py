@@ -1,14 +1,8 @@
 """Rollouts from a file: one JSON object a line, with token ids and the log-probability that the engine gave each of them.
 
-The names of fields are those that trainers have for them, and each may be padded, with a mask beside it:
-
-    ours    prompt          completion        logprobs
-    TRL     prompt_ids      completion_ids    logprobs, or sampling_per_token_logps     prompt_mask, completion_mask
-    verl    prompts         responses         rollout_log_probs                         attention_mask, response_mask
-    vLLM    prompt_token_ids token_ids        logprobs, as a list or by token           of a request, or in its `outputs`
-    NeMo-RL token_ids, of both                generation_logprobs                       token_loss_mask
-
-NeMo-RL's `train_data_step*.jsonl` is read as it is: a row holds the whole sequence. `append_batch` writes rows in a job.
+The names of fields are those that trainers have for them (docs/mismatch.md has the table), and each may be padded, with a mask
+beside it. NeMo-RL's `train_data_step*.jsonl` is read as it is: a row holds the whole sequence. vLLM's fields may be those of a
+request, or in its `outputs`. `append_batch` writes rows in a job.
 
 TRL's `logprobs` may hold a list for each token, the most likely ones of vLLM, with `logprob_token_ids` beside it: then the
 token's own is taken. What TRL writes with `log_completions` and verl into `rollout_data_dir` is text: text does not say which

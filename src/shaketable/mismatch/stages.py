@@ -4,15 +4,7 @@
 
 Every stage runs, whatever the one before has found: stale weights under a small gap are stale weights. LEGAL is a claim about
 every link; a link that breaks is a DEFECT, and one that could not be checked makes the verdict INCONCLUSIVE and is named.
-
-    gap         how far the returned numbers are from the trainer's
-    returned    whether the engine's own logits give the numbers that it returned
-    floor       each side against itself, within rounding
-    semantics   what the numbers may mean instead
-    weights     bit for bit
-    routing     which experts tokens go to, with which weights
-    operators   each within its rounding interval
-    shares      the operators' differences, put into the trainer, explain the returned numbers
+docs/mismatch.md describes the eight stages.
 """
 
 from __future__ import annotations
