@@ -87,20 +87,6 @@ def test_bad_input_is_one_line_and_exit_2(locate, folder, tmp_path, arguments, m
     assert message in lines[0]
 
 
-def test_nan_weights_are_reported_before_anything_else(locate, folder, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "empty").write_text("")
-    done = locate(tmp_path, "--prompts", tmp_path / "empty")
-    assert done.code == 2
-    assert "NaN" in done.stderr
-
-
 @pytest.mark.parametrize(("flags", "code"), [([], 0), (["--strict"], 4)])
 def test_strict_does_not_believe_a_hook(folder, monkeypatch, flags, code):
     """In this process, as a saved model has no hooks."""
