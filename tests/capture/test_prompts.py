@@ -2,7 +2,7 @@
 
 import pytest
 
-from shaketable.capture.trace import token_batch
+from shaketable.capture.trace import read_prompts, token_batch
 from shaketable.errors import ShaketableError
 
 
@@ -36,3 +36,12 @@ def test_what_makes_no_sequence_is_refused_in_one_line(tokenizer, prompts, messa
     with pytest.raises(ShaketableError) as error:
         token_batch(tokenizer, prompts, 8)
     assert str(error.value) == message
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(ShaketableError, match=r"cannot be read from .*none\.txt"):
+        read_prompts(tmp_path / "none.txt")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00a")
+    with pytest.raises(ShaketableError, match="cannot be read") as error:
+        read_prompts(tmp_path / "bytes")
+    assert "\n" not in str(error.value)
