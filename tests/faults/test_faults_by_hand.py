@@ -98,9 +98,6 @@ def test_a_block_has_as_many_values_as_was_asked_for(block, wanted):
         assert found == pytest.approx(max(v / 10 for v, w in zip(x[0].tolist(), wanted, strict=True) if w == 0))
 
 
-# Formats
-
-
 # Kernels
 
 

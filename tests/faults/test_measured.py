@@ -1,4 +1,4 @@
-"""What is measured of a fault: sums against numpy, faulty channels, and when nothing changed."""
+"""What is measured of a fault: sums against numpy, and when nothing changed."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_all_twelve_sums_are_those_of_numpy(dtype, lanes):
     assert s.plain_sums(clean, faulty, lanes).tolist() == pytest.approx(numpy_sums(clean, faulty, lanes), rel=1e-12)
 
 
-# ---- what kinds of faults there are
+# ---- when nothing changed
 
 
 @pytest.mark.parametrize(
