@@ -11,11 +11,6 @@ from shaketable.ledger.inert import changes_nothing
 NAN, INF = float("nan"), float("inf")
 
 
-def fault(text):
-    kind, _, magnitude = text.partition(":")
-    return make_fault({"kind": kind} | ({"magnitude": float(magnitude)} if magnitude else {}))
-
-
 # ---- sums
 
 
