@@ -176,7 +176,7 @@ class VerlWorkers:
         """Whatever could have acted in a phase has."""
         for i, clause in enumerate(self._clauses(role)):
             if phase in clause.site.phase and not clause.fault.is_off:
-                for way in set(clause.site.directions) & set(ways):
+                for way in (way for way in clause.site.directions if way in ways):
                     self._demand(role, "plan", i, clause.text(), phase, way, when)
         if phase != "eval" and "forward" in ways and any(_has_noise(report) for report in self.now[role]):
             self._demand(role, "aqn", None, "AQN", phase, "forward", when)
