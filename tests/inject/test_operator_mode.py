@@ -96,6 +96,19 @@ def test_other_threads_are_shaken_and_do_not_mix():
     assert len({r.sum().item() for r in results[0]}) == 20
 
 
+def test_a_mode_that_another_thread_closed_goes_with_the_next_plan():
+    model = Body(lambda a: a @ a)
+    injection = st.inject(model, PLAN).enable()
+    model(A)
+    thread = threading.Thread(target=injection.close)
+    thread.start()
+    thread.join()
+    with st.inject(model, PLAN) as ledger:
+        model(A)
+    assert ledger.forward == 1
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
 def test_a_bias_has_a_unit_of_its_own_for_every_gradient():
     layer = nn.Linear(8, 8)
     with st.inject(layer, "bias:0.1@op.matmul") as ledger:

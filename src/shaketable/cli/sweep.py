@@ -124,7 +124,12 @@ def _show(record: RunRecord, outputs: OutputFiles, png_file: Path | None) -> Non
 def _print(found: Facts, files: list[Path]) -> None:
     """The table, the sentences, the notes, and which files were written."""
     out = console()
-    print_table(out, _table(found))
+    table = _table(found)
+    if out.measure(table, options=out.options.update(max_width=1000)).maximum <= out.width:
+        print_table(out, table)
+    else:
+        for model in found["config"]["models"]:
+            print_table(out, _table(found, model))
     say(out, *(_sentence(found, point) for point in found["points"] if point["magnitude"] != 0))
     say(out, *(f"note: {n}" for n in found["notes"]), *(f"wrote {f}" for f in files), f"recorded in {found['folder']}")
 
@@ -149,15 +154,24 @@ def _sentence(found: Facts, point: Facts) -> str:
     return f"{where}: {point['sentence']}{_loss(point)}"
 
 
-def _table(found: Facts) -> Table:
-    """One row per point."""
-    config, points = found["config"], found["points"]
-    columns = {name: cell for name, cell in COLUMNS.items() if name != "loss" or "loss" in points[0]}
+def _table(found: Facts, model: str | None = None) -> Table:
+    """One row per point; on a narrow screen those of one model, with intervals and sites on lines of their own."""
+    config, points = found["config"], [p for p in found["points"] if model in (None, p["model"])]
+    left_out = {"loss"} if "loss" not in points[0] else set()
+    left_out |= {"top-1"} if model is not None else set()
+    columns = {name: cell for name, cell in COLUMNS.items() if name not in left_out}
     title = f"{_plans(config)}; {config['task']}, n = {config['n']}, {max(len(p['seeds']) for p in points)} noise seeds"
-    table = table_of("model", list(columns), plain(title))
+    if model is None:
+        table = table_of("model", list(columns), plain(title))
+    else:
+        table = table_of("point", [NARROW.get(name, name) for name in columns if name != "point"], plain(f"{model}; {title}"))
     for point in points:
-        cells = (plain(cell(point)) for cell in columns.values())
-        table.add_row(plain(point["model"]), *cells, style="bold" if point["distinguishable"] else "")
+        cells = [plain(cell(point)) for cell in columns.values()]
+        if model is None:
+            cells.insert(0, plain(point["model"]))
+        else:
+            cells = [cell.replace(" (", "\n(").replace("@", "\n@") for cell in cells]
+        table.add_row(*cells, style="bold" if point["distinguishable"] else "")
     return table
 
 
@@ -200,3 +214,6 @@ COLUMNS: dict[str, Callable[[Facts], str]] = {
     "measured error": lambda p: "" if p["magnitude"] == 0 else f"{p['measured_error']:.3g}",
     "injections": lambda p: "" if p["magnitude"] == 0 else f"{p['injections']:,}",
 }
+NARROW = {"accuracy (95 %)": "accuracy", "difference (95 %)": "difference", "p (Holm)": "p", "measured error": "error"}
+NARROW |= {"injections": "fired"}
+"""Heads on a narrow screen."""

@@ -211,7 +211,7 @@ class Injection:
     def close(self, *, check: bool = True) -> None:
         """Take every hook off. Raises `InertError` when a clause did nothing, unless `allow_inert`.
 
-        In another thread that enabled it the operator mode stays, without effect.
+        In another thread that enabled it the operator mode stays, without effect, until another plan is switched off there.
         """
         if self.closed:
             return

@@ -391,14 +391,12 @@ class Operators(TorchFunctionMode):
         return True
 
     def take_off(self) -> None:
-        """Take our mode off in this thread, and leave those above it on."""
+        """Take our mode off in this thread, and those of plans that other threads have closed."""
         modes = torch.overrides._get_current_function_mode_stack()
-        if self not in modes:
-            return
-        above = modes[modes.index(self) + 1 :]
-        for _ in (self, *above):
+        kept = [mode for mode in modes if mode is not self and not (isinstance(mode, Operators) and mode.injection.closed)]
+        for _ in modes if len(kept) < len(modes) else ():
             torch.overrides._pop_mode()
-        for mode in above:
+        for mode in kept if len(kept) < len(modes) else ():
             torch.overrides._push_mode(mode)
 
     def __torch_function__(
