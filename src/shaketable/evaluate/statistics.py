@@ -126,7 +126,7 @@ def mean_interval(values: ArrayLike) -> Interval:
 
 def mcnemar(a: ArrayLike, b: ArrayLike) -> float:
     """Exact two-sided p of two 0/1 vectors over the same problems: a sign test of those on which they disagree."""
-    d = np.subtract(a, b)
+    d = np.subtract(np.asarray(a, float), b)
     lost, won = int((d > 0).sum()), int((d < 0).sum())
     return float(stats.binomtest(won, won + lost).pvalue) if won + lost else 1.0
 
