@@ -227,6 +227,20 @@ def test_an_error_between_steps_leaves_a_clean_model_and_the_next_training_is_sh
     assert callback.merged.forward == 3 * 14
 
 
+def test_after_a_training_that_died_the_next_one_is_clean_without_the_callback(tmp_path):
+    callback = ShaketableCallback(plan=f"{PLAN};{PLAN},phase=eval")
+    trainer = sft(tmp_path, llama(), callback)
+    trainer.add_callback(Failing())
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    before = callback.ledger.forward
+    for gone in (Failing, ShaketableCallback):
+        trainer.remove_callback(gone)
+    trainer.train()
+    assert callback.ledger.forward == before > 0
+    assert "training_step" not in trainer.__dict__ and "evaluation_loop" not in trainer.__dict__
+
+
 @pytest.mark.parametrize("plan", ["gain:0@module.linear", f"{PLAN},phase=rollout"])
 def test_a_plan_that_did_nothing_is_an_error_at_the_end(tmp_path, plan):
     with pytest.raises(st.InertError, match="linear"):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from accelerate import PartialState
@@ -94,6 +95,8 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         """The ledger of all ranks, when training has ended."""
         self._unwrap: list[Callable[[], None]] = []
         """Give the trainer its own methods back; empty when none is training."""
+        self._call: FrameType | None = None
+        """The call of `train` that this belongs to."""
         self._logged = (0, 0)
         self._is_compiled = False
         self._is_checked = False
@@ -106,9 +109,10 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         self.close()
         if self.file is not None:
             self.file.begin(_checkpoint(args, state) if state.global_step else None)
-        trainer = running_trainer()
+        trainer, call = running_trainer()
         check_object("transformers trainer", trainer)
         self._attach(trainer, state)
+        self._call = call
         self._unwrap = [
             wrap_once(trainer, "training_step", self._training_step),
             wrap_once(trainer, "evaluation_loop", self._evaluation_loop),
@@ -199,6 +203,8 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
     # ---- on and off
 
     def _training_step(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_over():
+            return train(*args, **kwargs)
         with self._guarded():
             self._enable(*self._injections())
             loss = train(*args, **kwargs)
@@ -206,6 +212,8 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         return loss
 
     def _evaluation_loop(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_over():
+            return evaluate(*args, **kwargs)
         with self._guarded(), phase("eval"):
             if self.sampler is not None:
                 self.sampler.set_phase("eval")
@@ -216,6 +224,13 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
             if self.sampler is not None:
                 self.sampler.set_phase("rollout")
         return output
+
+    def _is_over(self) -> bool:
+        """Whether our training has ended, perhaps by an error between its steps: then end too."""
+        if any(frame is self._call for frame in _frames()):
+            return False
+        self.close()
+        return True
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -248,7 +263,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         """Take everything off the model and the trainer. What was counted stays."""
         for unwrap in self._unwrap:
             unwrap()
-        self._unwrap = []
+        self._unwrap, self._call = [], None
         for part in (self.injection, self.noise):
             if part is not None:
                 part.close(check=False)
@@ -367,14 +382,26 @@ def _by_rank(complaints: list[list[str]]) -> str:
 # ---- what a trainer does not tell its callbacks
 
 
-def running_trainer() -> Any:
-    """The trainer that is calling a callback now."""
-    frame = sys._getframe(1)
+def running_trainer() -> tuple[Any, FrameType]:
+    """The trainer that is calling a callback now, and its `train`: the outermost call that is its own."""
+    trainer, call = None, None
+    for frame in _frames():
+        found = frame.f_locals.get("self")
+        if trainer is None and isinstance(found, Trainer):
+            trainer = found
+        if trainer is not None and found is trainer:
+            call = frame
+    if call is None:
+        raise ShaketableError("the callback was not called by a transformers Trainer; use st.inject and AQN.attach elsewhere")
+    return trainer, call
+
+
+def _frames() -> Iterator[FrameType]:
+    """The calls that are running, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if isinstance(found := frame.f_locals.get("self"), Trainer):
-            return found
-        frame = frame.f_back  # type: ignore[assignment]
-    raise ShaketableError("the callback was not called by a transformers Trainer; use st.inject and AQN.attach elsewhere")
+        yield frame
+        frame = frame.f_back
 
 
 def reference_test(model: nn.Module) -> Callable[[], bool] | None:
