@@ -59,6 +59,26 @@ def test_gradients_of_gradients_are_refused_where_a_fault_has_one_of_its_own():
             first.sum().backward()
 
 
+class CallsItself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x, depth=2):
+        y = self.inner(x)
+        return self(y, depth - 1) + self.inner(y) if depth else y
+
+
+@pytest.mark.parametrize("site", ["module.linear", "op.matmul"])
+def test_a_model_that_calls_itself_is_one_pass(site):
+    model, x = CallsItself(), torch.ones(2, 4, requires_grad=True)
+    with st.inject(model, f"gain:0.5@{site}") as ledger:
+        model(x)
+        assert ledger.forward == 5
+        torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert ledger.forward == 10, "what is recomputed does not count"
+
+
 def test_a_backward_in_another_thread_recomputes_in_the_frames_of_the_first_thread():
     found = []
     for elsewhere in (False, True):

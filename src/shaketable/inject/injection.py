@@ -468,7 +468,7 @@ class Injection:
             return
         frame = self.calls.open(entry, args, kwargs)
         outermost = not self.calls.stack
-        self.calls.stack.append(frame)
+        self.calls.push(frame)
         if outermost and self.push_mode():
             frame.counts["mode"] = 1
 

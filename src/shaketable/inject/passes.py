@@ -14,10 +14,12 @@ finds its pass by the address of its input, which checkpointing has kept alive.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,6 +106,8 @@ class Frame:
     """Where counts begin: a recomputed layer was called before."""
     outer: Frame | None = None
     """The outermost frame; None for that one itself."""
+    caller: FrameType | None = None
+    """The Python frame of an outermost call: gone from the stack when an interrupt went through it."""
 
     def again(self) -> Frame:
         """The same frame for a recomputation, counting on from here."""
@@ -152,8 +156,8 @@ class Calls:
 
     def open(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
         """The frame of a call of `entry`'s module, not yet pushed."""
-        if entry.is_root and self.stack and self.stack[0].entry.owner == entry.owner:
-            self.stack.clear()  # a KeyboardInterrupt left them open: torch's hooks do not run for those
+        if entry.is_root:
+            self._drop_dead()
         parent = self.top()
         if parent is not None:
             n = parent.count(entry)
@@ -180,6 +184,30 @@ class Calls:
             n = self._passes.get((who, phase), 0)
             self._passes[who, phase] = n + 1
         return mix64(mix64(mix64(self.step) ^ (who << 8 | PHASES.index(phase))) + n)
+
+    def push(self, frame: Frame) -> None:
+        if not self.stack:
+            frame.caller = _caller()
+        self.stack.append(frame)
+
+    def _drop_dead(self) -> None:
+        """Forget frames that a KeyboardInterrupt left open: torch's hooks do not run for those."""
+        caller = self.stack[0].caller if self.stack else None
+        here: FrameType | None = sys._getframe()
+        while caller is not None and here is not None:
+            if here is caller:
+                return
+            here = here.f_back
+        if caller is not None:
+            self.stack.clear()
+
+
+def _caller() -> FrameType | None:
+    """The innermost Python frame that is not ours: that of the call which opens a pass, however the hook was reached."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("shaketable."):
+        frame = frame.f_back
+    return frame
 
 
 def in_backward() -> bool:
