@@ -4,7 +4,7 @@ TRL writes `checkpoint-N` file by file. Only when all of it is there does `seal`
 a finished file: a folder without the seal was cut off and is never resumed from. The seal carries the ledgers up to that step,
 and the counters that decide which fires are measured next.
 
-Once a checkpoint is sealed, the record of its run has the SHA-256 of each of its files . What the record does not know
+Once a checkpoint is sealed, the record of its run has the SHA-256 of each of its files. What the record does not know
 is not resumed from, and what is not as it was saved is refused before anything of it is opened: Transformers keeps optimizer
 and random states in pickles. Older checkpoints go only after a newer one is sealed.
 """
